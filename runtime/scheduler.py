@@ -1,0 +1,419 @@
+"""Decides what the next step runs. Pure policy: imports no torch and touches no device."""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import numpy as np
+
+from .block_manager import BlockManager
+from .errors import InvalidRequestError, NonFiniteLogitsError
+from .sequence import Sequence, SequenceStatus
+from .sequence_table import SequenceTable
+from .step import ScheduledBatch, SequenceUpdates, StepOutput
+from .step_builder import StepBuilder
+from .waiting_queue import WaitingQueue
+
+Policy = Literal["fcfs", "priority", "prefill_first"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """The limits and the policy that a scheduler keeps to."""
+
+    max_num_seqs: int
+    """Most sequences that own blocks at one time."""
+    max_num_batched_tokens: int
+    """Token budget of a step; at least `max_num_seqs`, so that every decode fits."""
+    max_model_len: int
+    """Most tokens of one sequence, prompt and output together."""
+    policy: Policy = "fcfs"
+    """"fcfs", "priority", or "prefill_first": the old way without mixing, as a baseline."""
+    max_prefill_chunk: int | None = None
+    """Most prompt tokens of one sequence in a step; None: what the budget leaves."""
+    end_token_ids: tuple[int, ...] = ()
+    """Ids that end a sequence unless it ignores them."""
+
+
+class Scheduler:
+    """Mixes decodes and prompt chunks into steps of at most `max_num_batched_tokens` tokens.
+
+    There is no prefill phase: each sequence has computed some of its tokens, and a step lets it
+    catch up. Decoding sequences come first, one token each, so none is ever held up by a prompt;
+    prompts under way share what is left of the budget in order of admission; then waiting
+    sequences are admitted. A waiting prompt therefore starts at the latest after
+    ceil(prompt tokens ahead of it / (budget - decodes)) steps, rows and blocks permitting.
+    (The token-budget loop is vLLM V1's; the arrays, so that a decode costs no Python, are ours.)
+
+    Admission asks for the blocks of the whole prompt, beyond what prompts under way still need.
+    When blocks run out nonetheless, the sequence with the lowest priority, admitted last, is
+    preempted: it loses its blocks, keeps its tokens, and starts again, mostly from the cache, once
+    another sequence has ended; so a shortage costs a sequence one re-prefill, not a circle of them.
+    A sequence's total length is bounded by the pool, so one alone always goes on.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        block_manager: BlockManager,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        assert config.max_num_batched_tokens >= config.max_num_seqs, "decodes exceed the budget"
+        self.config = config
+        self.num_preemptions = 0
+        self._blocks = block_manager
+        self._clock = clock
+        self._by_priority = config.policy == "priority"
+        self._waiting = WaitingQueue(by_priority=self._by_priority)
+        self._table = SequenceTable(config.max_num_seqs, config.max_model_len)
+        self._prefilling: list[Sequence] = []  # by precedence
+        self._decoding: list[Sequence] = []  # by completion of the prompt
+        self._decode_rows: np.ndarray | None = None  # rows of _decoding; None: out of date
+        self._released_rows: list[int] = []  # not yet told to the runner
+        self._rows_in_flight: set[int] = set()
+        self._retired_rows: list[int] = []  # left while in flight: free when the step is in
+        self._num_admissions = 0
+        self._num_endings = 0
+        self._next_step = 0
+
+    # -- queries ----------------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that own nothing yet, preempted ones included."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that own a row and blocks."""
+        return len(self._prefilling) + len(self._decoding)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """True while a further step can bring something."""
+        return bool(self.num_waiting or self.num_running)
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Longest sequence that the model and the pool allow."""
+        pool = self._blocks.num_usable_blocks * self._blocks.block_size
+        return min(self.config.max_model_len, pool)
+
+    def running_sequences(self) -> list[Sequence]:
+        """All sequences that own blocks."""
+        return self._decoding + self._prefilling
+
+    def check_integrity(self) -> None:
+        """Recount rows and blocks; AssertionError if anything is off."""
+        running, table = self.running_sequences(), self._table
+        self._blocks.check_integrity(running)
+        for sequence in running:
+            row = sequence.row
+            assert table.sequences[row] is sequence, f"row {row} is not {sequence.request_id}'s"
+            num_slots = len(sequence.blocks) * self._blocks.block_size
+            assert table.num_slots[row] == num_slots, f"row {row}: slots are off"
+            assert table.num_computed[row] <= min(num_slots, table.num_tokens[row])
+        num_rows = table.num_free_rows + len(running) + len(self._retired_rows)
+        assert num_rows == table.max_num_seqs, "rows are lost or doubled"
+        assert int(table.is_live.sum()) == len(running), "a live row has no sequence"
+
+    # -- requests ---------------------------------------------------------------------------
+
+    def check(self, num_prompt_tokens: int) -> None:
+        """Raise InvalidRequestError if a prompt of that length could never be served."""
+        if num_prompt_tokens < 1:
+            raise InvalidRequestError("the prompt has no tokens; give at least one")
+        if num_prompt_tokens < self.max_sequence_tokens:
+            return
+        if num_prompt_tokens >= self.config.max_model_len:
+            limit = f"max_model_len={self.config.max_model_len} tokens"
+            remedy = "shorten the prompt or raise max_model_len"
+        else:
+            size, usable = self._blocks.block_size, self._blocks.num_usable_blocks
+            limit = f"the KV pool's {usable * size} tokens ({usable} blocks of {size})"
+            remedy = "shorten the prompt or give the KV pool more memory"
+        raise InvalidRequestError(
+            f"a prompt of {num_prompt_tokens} tokens leaves no room for output within {limit}; "
+            f"{remedy}"
+        )
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence; one that can never fit is refused."""
+        self.check(sequence.num_prompt_tokens)
+        sequence.max_total_tokens = min(sequence.max_total_tokens, self.max_sequence_tokens)
+        self._waiting.push(sequence)
+
+    def abort(self, sequence: Sequence) -> None:
+        """End a sequence now, with reason "abort"; a finished one is left as it is.
+
+        If its step is in flight the row still runs there, and its result is dropped.
+        """
+        if sequence.is_finished:
+            return
+        if sequence.status is SequenceStatus.WAITING:
+            self._finish(sequence, "abort")
+            self._waiting.discard(sequence)
+        else:
+            self._leave(sequence)
+            self._finish(sequence, "abort")
+
+    # -- schedule ---------------------------------------------------------------------------
+
+    def schedule(self) -> ScheduledBatch:
+        """Choose the sequences and token counts of the next step.
+
+        The batch is empty only if no sequence is unfinished. Counts advance at once; the ids
+        come with `update`.
+        """
+        step = StepBuilder(self._table, self.config.max_num_batched_tokens)
+        if self.config.policy == "prefill_first":
+            self._schedule_prompts(step)
+            if step.is_empty:
+                self._schedule_decodes(step)
+        else:
+            self._schedule_decodes(step)
+            self._schedule_prompts(step)
+        assert not (step.is_empty and self.has_unfinished), "an empty step: nothing would end"
+        completed = step.completed_prompts()
+        scheduled = step.build(self._next_step, self._released_rows)
+        self._released_rows = []
+        self._rows_in_flight = set(scheduled.rows.tolist())
+        self._next_step += 1
+        if completed:
+            self._decoding += completed
+            self._decode_rows = None
+            self._prefilling = [s for s in self._prefilling if s not in completed]
+        return scheduled
+
+    def _schedule_decodes(self, step: StepBuilder) -> None:
+        table, manager, size = self._table, self._blocks, self._blocks.block_size
+        while True:
+            rows = self._rows_of_decoding()
+            computed = table.num_computed[rows]
+            growing = rows[computed == table.num_slots[rows]]
+            if len(growing) <= manager.num_free_blocks:
+                break
+            self._preempt_for_blocks(self._victim(self.running_sequences()))
+        for sequence in self._sequences_at(growing):
+            self._grow(step, sequence, 1)
+        computed += 1
+        table.num_computed[rows] = computed
+        if manager.enable_prefix_caching:
+            for sequence in self._sequences_at(rows[computed % size == 0]):
+                token_ids = table.token_ids[sequence.row]
+                num_scheduled = len(sequence.blocks) * size
+                manager.register(sequence, token_ids, num_scheduled, self._next_step)
+        step.add_decodes(rows)
+
+    def _schedule_prompts(self, step: StepBuilder) -> None:
+        num_preemptions = self.num_preemptions
+        for sequence in list(self._prefilling):
+            if step.budget == 0:
+                return
+            if sequence.status is SequenceStatus.RUNNING:  # not preempted by one before it
+                self._schedule_chunk(step, sequence)
+        if self.num_preemptions == num_preemptions:
+            self._admit(step)
+
+    def _admit(self, step: StepBuilder) -> None:
+        manager = self._blocks
+        while step.budget > 0 and self._table.num_free_rows > 0:
+            sequence = self._waiting.peek()
+            if sequence is None or not self._may_start(sequence):
+                return
+            hits = manager.find_prefix(sequence.token_ids, sequence.extra_key)
+            needed = manager.blocks_for(len(sequence.token_ids)) - len(hits)
+            needed += manager.num_free_hits(hits)
+            if needed + self._reserved_blocks() > manager.num_free_blocks:
+                return  # strictly in order: smaller ones behind it must not starve it
+            self._waiting.pop()
+            manager.claim(sequence, hits)
+            num_cached = len(hits) * manager.block_size
+            if sequence.admission_index < 0:
+                sequence.num_cached_tokens = num_cached
+            sequence.admission_index = self._num_admissions
+            self._num_admissions += 1
+            self._table.admit(sequence, num_cached)
+            bisect.insort(self._prefilling, sequence, key=self._waiting.precedence)
+            step.add_admission(sequence)
+            step.add_blocks(sequence, 0)
+            self._schedule_chunk(step, sequence)
+
+    def _may_start(self, sequence: Sequence) -> bool:
+        """False for a victim of a shortage that nobody's end has relieved yet."""
+        return self._num_endings >= sequence.starts_after_endings or not self.num_running
+
+    def _reserved_blocks(self) -> int:
+        """Free blocks that sequences already admitted will want."""
+        reserved = 0
+        for sequence in self._prefilling:
+            num_tokens = int(self._table.num_tokens[sequence.row])
+            reserved += self._blocks.blocks_for(num_tokens) - len(sequence.blocks)
+        # Decodes grow too: without some room a newcomer would be preempted again at once.
+        return reserved + min(len(self._decoding), self._blocks.num_usable_blocks // 16)
+
+    def _schedule_chunk(self, step: StepBuilder, sequence: Sequence) -> None:
+        table, manager, row = self._table, self._blocks, sequence.row
+        computed, num_tokens = int(table.num_computed[row]), int(table.num_tokens[row])
+        num_new = min(num_tokens - computed, step.budget)
+        num_new = min(num_new, self.config.max_prefill_chunk or num_new)
+        missing = manager.blocks_for(computed + num_new) - len(sequence.blocks)
+        while missing > manager.num_free_blocks:
+            # Prompts behind this one are not in the step yet, so they can be preempted.
+            behind = self._prefilling[self._prefilling.index(sequence) + 1 :]
+            if not behind:
+                missing = manager.num_free_blocks
+                break
+            self._preempt_for_blocks(self._victim(behind))
+        num_slots = (len(sequence.blocks) + missing) * manager.block_size
+        num_new = min(num_new, num_slots - computed)
+        if num_new == 0:
+            return  # decodes grew into what was reserved; the step goes on with them
+        self._grow(step, sequence, missing)
+        table.num_computed[row] = computed + num_new
+        step.add_chunk(sequence, computed, num_new)
+        manager.register(sequence, table.token_ids[row], computed + num_new, self._next_step)
+
+    def _grow(self, step: StepBuilder, sequence: Sequence, num_blocks: int) -> None:
+        first = len(sequence.blocks)
+        self._blocks.allocate(sequence, num_blocks)
+        self._table.num_slots[sequence.row] += num_blocks * self._blocks.block_size
+        step.add_blocks(sequence, first)
+
+    # -- update -----------------------------------------------------------------------------
+
+    def update(self, scheduled: ScheduledBatch, output: StepOutput) -> SequenceUpdates:
+        """Take in the ids of a step that ran; end the sequences that are done."""
+        table, token_ids, is_valid = self._table, output.token_ids, output.is_valid
+        self._blocks.commit(scheduled.step)
+        self._end_flight()
+        sampled = scheduled.sampled
+        rows = scheduled.rows[sampled]
+        keep = table.is_live[rows]
+        if not keep.all():  # aborted meanwhile
+            sampled, rows = sampled[keep], rows[keep]
+            token_ids, is_valid = token_ids[keep], is_valid[keep]
+        sequences = self._sequences_at(rows)
+        if not is_valid.all():
+            failed = [s for s, valid in zip(sequences, is_valid.tolist(), strict=True) if not valid]
+            finished = [self._fail(sequence) for sequence in failed]
+            sequences = [s for s in sequences if s not in failed]
+            sampled, rows, token_ids = sampled[is_valid], rows[is_valid], token_ids[is_valid]
+        else:
+            finished = []
+        num_tokens = table.num_tokens[rows]
+        table.token_ids[rows, num_tokens] = token_ids
+        table.num_tokens[rows] = num_tokens + 1
+        self._note_first_tokens(sequences, sampled >= scheduled.num_decodes)
+        finished += self._end_sequences(sequences, rows, token_ids)
+        return SequenceUpdates(sequences=sequences, token_ids=token_ids, finished=finished)
+
+    def rollback(self, scheduled: ScheduledBatch) -> None:
+        """`scheduled` failed: all its sequences return to the queue and lose no token.
+
+        What the step registered in the prefix cache is taken back. Blocks filled by earlier
+        steps stay findable, so that most of the work isn't done again.
+        """
+        for sequence in self._sequences_at(scheduled.rows[self._table.is_live[scheduled.rows]]):
+            self._preempt(sequence)
+        self._blocks.rollback(scheduled.step)
+        self._end_flight()
+
+    def _note_first_tokens(self, sequences: list[Sequence], ends_prompt: np.ndarray) -> None:
+        for i in np.flatnonzero(ends_prompt).tolist():
+            if sequences[i].first_token_time is None:
+                sequences[i].first_token_time = self._clock()
+
+    def _end_sequences(
+        self, sequences: list[Sequence], rows: np.ndarray, token_ids: np.ndarray
+    ) -> list[Sequence]:
+        table = self._table
+        num_tokens = table.num_tokens[rows]
+        stops = np.zeros(len(rows), dtype=bool)
+        for end_token in self.config.end_token_ids:
+            stops |= token_ids == end_token
+        stops &= table.obeys_end_tokens[rows]
+        for i in np.flatnonzero(table.has_stop_token_ids[rows]).tolist():
+            stops[i] |= int(token_ids[i]) in sequences[i].params.stop_token_ids
+        stops &= num_tokens > table.min_total_tokens[rows]
+        ends = stops | (num_tokens >= table.max_total_tokens[rows])
+        finished = []
+        for i in np.flatnonzero(ends).tolist():
+            self._leave(sequences[i])
+            self._finish(sequences[i], "stop" if stops[i] else "length")
+            finished.append(sequences[i])
+        return finished
+
+    def _fail(self, sequence: Sequence) -> Sequence:
+        num_output = int(self._table.num_tokens[sequence.row]) - sequence.num_prompt_tokens
+        sequence.error = NonFiniteLogitsError(
+            f"request {sequence.request_id}: the logits of output token {num_output} are NaN or "
+            f"infinite; check the weights and the dtype"
+        )
+        self._blocks.forget(sequence)  # its K/V may be as bad, and must serve nobody else
+        self._leave(sequence)
+        self._finish(sequence, "error")
+        return sequence
+
+    # -- leaving ----------------------------------------------------------------------------
+
+    def _victim(self, sequences: list[Sequence]) -> Sequence:
+        return max(
+            sequences, key=lambda s: (s.priority if self._by_priority else 0, s.admission_index)
+        )
+
+    def _preempt_for_blocks(self, sequence: Sequence) -> None:
+        self._preempt(sequence)
+        sequence.starts_after_endings = self._num_endings + 1
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._leave(sequence)
+        sequence.status = SequenceStatus.WAITING
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        self._waiting.push(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Take back a running sequence's blocks and row."""
+        row = sequence.row
+        self._blocks.free(sequence)
+        self._table.retire(sequence)
+        if sequence in self._prefilling:
+            self._prefilling.remove(sequence)
+        else:
+            self._decoding.remove(sequence)
+            self._decode_rows = None
+        if row in self._rows_in_flight:
+            self._retired_rows.append(row)
+        else:
+            self._release(row)
+
+    def _release(self, row: int) -> None:
+        self._table.release(row)
+        self._released_rows.append(row)
+
+    def _end_flight(self) -> None:
+        self._rows_in_flight = set()
+        for row in self._retired_rows:
+            self._release(row)
+        self._retired_rows = []
+
+    def _finish(self, sequence: Sequence, reason: str) -> None:
+        sequence.status = SequenceStatus.FINISHED
+        sequence.finish_reason = reason
+        sequence.finish_time = self._clock()
+        self._num_endings += 1
+
+    def _sequences_at(self, rows: np.ndarray) -> list[Sequence]:
+        return cast("list[Sequence]", [*map(self._table.sequences.__getitem__, rows.tolist())])
+
+    def _rows_of_decoding(self) -> np.ndarray:
+        if self._decode_rows is None:
+            rows = (sequence.row for sequence in self._decoding)
+            self._decode_rows = np.fromiter(rows, dtype=np.int64, count=len(self._decoding))
+        return self._decode_rows

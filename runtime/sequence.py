@@ -1,0 +1,85 @@
+"""One stream of tokens being generated."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from .block import Block
+
+ROOT_UID = 0
+"""`Sequence.chain_uid` before the first block: the parent of every first block."""
+BROKEN_CHAIN = -1
+"""`Sequence.chain_uid` of a sequence whose further blocks can't be registered."""
+
+
+class SequenceStatus(enum.Enum):
+    """Where a sequence stands. Prefill and decode are not states: they follow from counts."""
+
+    WAITING = "waiting"
+    """Queued: owns no row and no block. Never admitted yet, or preempted."""
+    RUNNING = "running"
+    """Owns a row of the sequence table and blocks."""
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """What the scheduler knows of one sequence. Only the scheduler changes it.
+
+    While the sequence runs, its counts and its newest tokens are in the row `row` of the
+    `SequenceTable`; `token_ids` is brought up to date when it leaves the row.
+    """
+
+    request_id: str
+    token_ids: np.ndarray
+    """[num_tokens] int32: the prompt, and what was generated until it last left a row."""
+    num_prompt_tokens: int
+    params: SamplingParams
+    seed: int
+    """Seed of this sequence's draws; `params.seed` where that is given."""
+    max_total_tokens: int
+    """Prompt and output together: where the sequence ends with reason "length"."""
+    arrival_index: int
+    arrival_time: float
+    """Seconds, of the engine's clock."""
+    priority: int = 0
+    """Under policy "priority", lower runs first."""
+    extra_key: bytes = b""
+    """What, besides the tokens, two sequences must share to share cached blocks."""
+
+    status: SequenceStatus = SequenceStatus.WAITING
+    row: int = -1
+    admission_index: int = -1
+    num_cached_tokens: int = 0
+    """Prompt tokens that the prefix cache served at first admission."""
+    num_preemptions: int = 0
+    starts_after_endings: int = 0
+    """It is not resumed before the scheduler has seen that many sequences end."""
+    blocks: list[Block] = field(default_factory=list)
+    """In order of position; the block manager keeps it."""
+    num_chained_blocks: int = 0
+    """Leading blocks whose content `chain_uid` names."""
+    chain_uid: int = ROOT_UID
+
+    first_token_time: float | None = None
+    finish_time: float | None = None
+    finish_reason: str | None = None
+    """"stop", "length", "abort" or "error"."""
+    error: Exception | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """True once no further step runs for it."""
+        return self.status is SequenceStatus.FINISHED
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Generated ids as of the last time the sequence left its row."""
+        return [int(token) for token in self.token_ids[self.num_prompt_tokens :].tolist()]

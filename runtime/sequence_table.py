@@ -1,0 +1,71 @@
+"""Running sequences as parallel arrays, so that a step costs no Python per sequence."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .sequence import Sequence, SequenceStatus
+
+
+class SequenceTable:
+    """Row r describes one running sequence; the scheduler owns the table.
+
+    Rows are handed out lowest first and are the same numbers in the runner's own table. All
+    arrays have `max_num_seqs` entries and are int64 unless stated. `token_ids` is virtual memory
+    until a sequence reaches that far, so its size costs nothing.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
+        self.max_num_seqs = max_num_seqs
+        self.sequences: list[Sequence | None] = [None] * max_num_seqs
+        self.token_ids = np.empty((max_num_seqs, max_model_len), dtype=np.int32)
+        self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        """Prompt and output tokens whose ids are known."""
+        self.num_computed = np.zeros(max_num_seqs, dtype=np.int64)
+        """Tokens whose K/V is in the pool once the steps scheduled so far have run."""
+        self.num_slots = np.zeros(max_num_seqs, dtype=np.int64)
+        """Tokens that the blocks owned by the sequence hold."""
+        self.max_total_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.min_total_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        """Prompt plus min_tokens: below it no stop token counts."""
+        self.obeys_end_tokens = np.zeros(max_num_seqs, dtype=bool)
+        """False under ignore_eos."""
+        self.has_stop_token_ids = np.zeros(max_num_seqs, dtype=bool)
+        self.is_live = np.zeros(max_num_seqs, dtype=bool)
+        """False for a free row, and for an aborted sequence whose last step is in flight."""
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+
+    @property
+    def num_free_rows(self) -> int:
+        """Sequences that can still be admitted."""
+        return len(self._free_rows)
+
+    def admit(self, sequence: Sequence, num_cached: int) -> None:
+        """Give `sequence` a row; its blocks hold its first `num_cached` tokens already."""
+        row = self._free_rows.pop()
+        params, num_tokens = sequence.params, len(sequence.token_ids)
+        sequence.row = row
+        sequence.status = SequenceStatus.RUNNING
+        self.sequences[row] = sequence
+        self.token_ids[row, :num_tokens] = sequence.token_ids
+        self.num_tokens[row] = num_tokens
+        self.num_computed[row] = num_cached
+        self.num_slots[row] = num_cached
+        self.max_total_tokens[row] = sequence.max_total_tokens
+        self.min_total_tokens[row] = sequence.num_prompt_tokens + params.min_tokens
+        self.obeys_end_tokens[row] = not params.ignore_eos
+        self.has_stop_token_ids[row] = bool(params.stop_token_ids)
+        self.is_live[row] = True
+
+    def retire(self, sequence: Sequence) -> None:
+        """Bring the sequence's own tokens up to date and stop counting the row as live."""
+        row = sequence.row
+        sequence.token_ids = self.token_ids[row, : self.num_tokens[row]].copy()
+        sequence.row = -1
+        self.sequences[row] = None
+        self.is_live[row] = False
+
+    def release(self, row: int) -> None:
+        """Make a retired row available again."""
+        assert not self.is_live[row], f"row {row} is live"
+        self._free_rows.append(row)

@@ -1,0 +1,88 @@
+"""The values that one engine step passes on: from the scheduler to the runner and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .sampling_params import SamplingParams
+from .sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledBatch:
+    """What one step runs, and what changed since the last one.
+
+    Sequences are ordered: those decoding first, then those with prompt tokens to process.
+    All arrays are int64 unless stated, host memory. Nothing in it grows with context length.
+    """
+
+    step: int
+    """Number of this step, from 0."""
+    rows: np.ndarray
+    """[num_seqs] row of each sequence in the tables of scheduler and runner."""
+    num_computed_tokens: np.ndarray
+    """[num_seqs] tokens in the cache before the step."""
+    num_new_tokens: np.ndarray
+    """[num_seqs] query lengths."""
+    num_decodes: int
+    """The first `num_decodes` sequences are past their prompt; each has one new token."""
+    token_ids: np.ndarray
+    """[num_tokens] int32, the new tokens of all sequences, one after another."""
+    sampled: np.ndarray
+    """[num_sampled] positions in `rows` of the sequences whose next token is wanted."""
+
+    released_rows: np.ndarray
+    """[r] rows whose sequences left since the last step; apply before the admissions."""
+    admitted_rows: np.ndarray
+    """[a] rows that new or resumed sequences took."""
+    admitted_params: tuple[SamplingParams, ...]
+    """[a]"""
+    admitted_seeds: np.ndarray
+    """[a] uint64"""
+    admitted_num_prompt_tokens: np.ndarray
+    """[a]"""
+    new_block_rows: np.ndarray
+    """[b] rows whose block tables grew..."""
+    new_block_indices: np.ndarray
+    """[b] ...at this place of the table..."""
+    new_block_ids: np.ndarray
+    """[b] ...by this block."""
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences in the step."""
+        return len(self.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens in the step, padding excluded."""
+        return len(self.token_ids)
+
+    @property
+    def is_uniform_decode(self) -> bool:
+        """True if every query length is one."""
+        return self.num_tokens == self.num_seqs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutput:
+    """What the model gave for one `ScheduledBatch`. Host memory."""
+
+    token_ids: np.ndarray
+    """[num_sampled] int64, aligned with `ScheduledBatch.sampled`."""
+    is_valid: np.ndarray
+    """[num_sampled] bool; False where the logits were NaN or infinite and the id means nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceUpdates:
+    """What one step brought."""
+
+    sequences: list[Sequence]
+    """Those that got a token, aborted ones excluded."""
+    token_ids: np.ndarray
+    """[len(sequences)] int64, aligned with `sequences`."""
+    finished: list[Sequence]
+    """Those that ended in this step."""

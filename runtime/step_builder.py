@@ -1,0 +1,97 @@
+"""Collects one step's decisions and makes the `ScheduledBatch` of them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .sequence import Sequence
+from .sequence_table import SequenceTable
+from .step import ScheduledBatch
+
+
+def _int64(values: list[int]) -> np.ndarray:
+    return np.array(values, dtype=np.int64)
+
+
+class StepBuilder:
+    """Filled by the scheduler during one schedule(); `budget` is what is left of the step."""
+
+    def __init__(self, table: SequenceTable, budget: int) -> None:
+        self.budget = budget
+        self._table = table
+        self._decode_rows = np.empty(0, dtype=np.int64)
+        self._chunked: list[Sequence] = []
+        self._chunk_starts: list[int] = []
+        self._chunk_sizes: list[int] = []
+        self._admitted: list[Sequence] = []
+        self._new_blocks: list[tuple[int, int, int]] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """True while no sequence is in the step."""
+        return not len(self._decode_rows) and not self._chunked
+
+    def add_decodes(self, rows: np.ndarray) -> None:
+        """Put all decoding rows in, one token each; the table's counts are advanced already."""
+        self._decode_rows = rows
+        self.budget -= len(rows)
+
+    def add_chunk(self, sequence: Sequence, num_computed: int, num_new: int) -> None:
+        """Put `num_new` tokens of a sequence in, from position `num_computed` on."""
+        self._chunked.append(sequence)
+        self._chunk_starts.append(num_computed)
+        self._chunk_sizes.append(num_new)
+        self.budget -= num_new
+
+    def add_admission(self, sequence: Sequence) -> None:
+        """Tell the runner whose row it is now."""
+        self._admitted.append(sequence)
+
+    def add_blocks(self, sequence: Sequence, first: int) -> None:
+        """Tell the runner of the sequence's blocks from index `first` on."""
+        row = sequence.row
+        for index in range(first, len(sequence.blocks)):
+            self._new_blocks.append((row, index, sequence.blocks[index].block_id))
+
+    def completed_prompts(self) -> list[Sequence]:
+        """Sequences whose last known token is in the step: their next one is wanted."""
+        computed, known = self._table.num_computed, self._table.num_tokens
+        return [s for s in self._chunked if computed[s.row] == known[s.row]]
+
+    def build(self, step: int, released_rows: list[int]) -> ScheduledBatch:
+        """The step as a value."""
+        table, num_decodes = self._table, len(self._decode_rows)
+        decode_starts = table.num_computed[self._decode_rows] - 1
+        chunk_rows = _int64([s.row for s in self._chunked])
+        sampled_chunks = np.flatnonzero(
+            table.num_computed[chunk_rows] == table.num_tokens[chunk_rows]
+        )
+        chunk_tokens = [
+            table.token_ids[s.row, start : start + size]
+            for s, start, size in zip(
+                self._chunked, self._chunk_starts, self._chunk_sizes, strict=True
+            )
+        ]
+        new_blocks = np.array(self._new_blocks, dtype=np.int64).reshape(-1, 3)
+        admitted = self._admitted
+        return ScheduledBatch(
+            step=step,
+            rows=np.concatenate([self._decode_rows, chunk_rows]),
+            num_computed_tokens=np.concatenate([decode_starts, _int64(self._chunk_starts)]),
+            num_new_tokens=np.concatenate(
+                [np.ones(num_decodes, dtype=np.int64), _int64(self._chunk_sizes)]
+            ),
+            num_decodes=num_decodes,
+            token_ids=np.concatenate(
+                [table.token_ids[self._decode_rows, decode_starts], *chunk_tokens]
+            ),
+            sampled=np.concatenate([np.arange(num_decodes), num_decodes + sampled_chunks]),
+            released_rows=_int64(released_rows),
+            admitted_rows=_int64([s.row for s in admitted]),
+            admitted_params=tuple(s.params for s in admitted),
+            admitted_seeds=np.array([s.seed for s in admitted], dtype=np.uint64),
+            admitted_num_prompt_tokens=_int64([s.num_prompt_tokens for s in admitted]),
+            new_block_rows=new_blocks[:, 0],
+            new_block_indices=new_blocks[:, 1],
+            new_block_ids=new_blocks[:, 2],
+        )

@@ -1,0 +1,195 @@
+"""A scheduler under test, and a stand-in for the model that notices every wrong K/V slot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from runtime.block_manager import BlockManager
+from runtime.sampling_params import SamplingParams
+from runtime.scheduler import Scheduler, SchedulerConfig
+from runtime.sequence import Sequence, SequenceStatus
+from runtime.step import ScheduledBatch, SequenceUpdates, StepOutput
+
+VOCAB = 97
+MASK = (1 << 61) - 1
+
+
+def fold(state: int, token: int) -> int:
+    """The "K/V" of a token: a digest of it and of all tokens before it."""
+    return (state * 1_000_003 + token * 7919 + 12345) & MASK
+
+
+def next_token(state: int) -> int:
+    """The "argmax" after a context with that digest."""
+    return (state >> 17) % VOCAB
+
+
+def continuation(prompt: list[int], num_tokens: int) -> list[int]:
+    """What the stand-in generates after `prompt`, computed without any cache."""
+    state = 0
+    for token in prompt:
+        state = fold(state, token)
+    output = []
+    for _ in range(num_tokens):
+        output.append(next_token(state))
+        state = fold(state, output[-1])
+    return output
+
+
+class StandInModel:
+    """Keeps a digest per KV slot, reached only through block tables, as a real pool would be.
+
+    A wrong hit, a stale block, a slot written twice or a block taken away too early changes the
+    digest that a sequence finds, and with it its tokens.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.tables: dict[int, dict[int, int]] = {}
+        self.slots: dict[int, int] = {}
+
+    def execute(self, batch: ScheduledBatch, *, invalid: frozenset[int] = frozenset()) -> StepOutput:
+        """Run a step; sampled positions in `invalid` come back as NaN rows would."""
+        for row in batch.admitted_rows.tolist():
+            self.tables[row] = {}
+        deltas = (batch.new_block_rows, batch.new_block_indices, batch.new_block_ids)
+        for row, index, block in zip(*(array.tolist() for array in deltas), strict=True):
+            assert index == len(self.tables[row]), "a block table has a hole"
+            self.tables[row][index] = block
+        states, written, start = [], set(), 0
+        for row, computed, new in zip(
+            batch.rows.tolist(),
+            batch.num_computed_tokens.tolist(),
+            batch.num_new_tokens.tolist(),
+            strict=True,
+        ):
+            state = self.slots[self._slot(row, computed - 1)] if computed else 0
+            for offset, token in enumerate(batch.token_ids[start : start + new].tolist()):
+                slot = self._slot(row, computed + offset)
+                assert slot >= self.block_size, "the null block was written"
+                assert slot not in written, "two sequences write one slot"
+                written.add(slot)
+                state = self.slots[slot] = fold(state, token)
+            states.append(state)
+            start += new
+        assert start == batch.num_tokens
+        ids = [next_token(states[i]) for i in batch.sampled.tolist()]
+        valid = [i not in invalid for i in range(len(ids))]
+        return StepOutput(
+            token_ids=np.array(ids, dtype=np.int64), is_valid=np.array(valid, dtype=bool)
+        )
+
+    def _slot(self, row: int, position: int) -> int:
+        return self.tables[row][position // self.block_size] * self.block_size + (
+            position % self.block_size
+        )
+
+
+class Bench:
+    """A scheduler with the stand-in model behind it; checks every step's invariants."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 16,
+        budget: int = 64,
+        max_num_seqs: int | None = None,
+        max_model_len: int = 4096,
+        policy: str = "fcfs",
+        max_prefill_chunk: int | None = None,
+        end_token_ids: tuple[int, ...] = (),
+        prefix_caching: bool = True,
+        content_hash: Callable[[bytes], int] | None = None,
+    ) -> None:
+        self.blocks = BlockManager(
+            num_blocks + 1,
+            block_size,
+            enable_prefix_caching=prefix_caching,
+            content_hash=content_hash,
+        )
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_num_seqs=min(budget, 256) if max_num_seqs is None else max_num_seqs,
+                max_num_batched_tokens=budget,
+                max_model_len=max_model_len,
+                policy=policy,
+                max_prefill_chunk=max_prefill_chunk,
+                end_token_ids=end_token_ids,
+            ),
+            self.blocks,
+        )
+        self.model = StandInModel(block_size)
+        self.added: list[Sequence] = []
+        self.num_steps = 0
+
+    def add(
+        self, prompt: list[int], max_tokens: int = 8, *, priority: int = 0, **params: object
+    ) -> Sequence:
+        sequence = Sequence(
+            request_id=f"r{len(self.added)}",
+            token_ids=np.array(prompt, dtype=np.int32),
+            num_prompt_tokens=len(prompt),
+            params=SamplingParams(max_tokens=max_tokens, **params),
+            seed=0,
+            max_total_tokens=len(prompt) + max_tokens,
+            arrival_index=len(self.added),
+            arrival_time=0.0,
+            priority=priority,
+        )
+        self.scheduler.add(sequence)
+        self.added.append(sequence)
+        return sequence
+
+    def schedule(self) -> ScheduledBatch:
+        running = set(self.scheduler.running_sequences())
+        batch = self.scheduler.schedule()
+        self.check_batch(batch)
+        for sequence in running - set(self.scheduler.running_sequences()):
+            assert sequence.status is SequenceStatus.WAITING, "only preemption removes here"
+        return batch
+
+    def check_batch(self, batch: ScheduledBatch) -> None:
+        scheduler, config = self.scheduler, self.scheduler.config
+        assert batch.num_tokens <= config.max_num_batched_tokens
+        assert batch.num_tokens == batch.num_new_tokens.sum()
+        assert scheduler.num_running <= config.max_num_seqs
+        assert (batch.num_new_tokens[: batch.num_decodes] == 1).all()
+        assert len(set(batch.rows.tolist())) == batch.num_seqs
+        assert batch.num_seqs > 0 or not scheduler.has_unfinished
+        owners = {sequence.row: sequence for sequence in scheduler.running_sequences()}
+        context = batch.num_computed_tokens + batch.num_new_tokens
+        for row, length in zip(batch.rows.tolist(), context.tolist(), strict=True):
+            assert len(owners[row].blocks) == self.blocks.blocks_for(length)
+        scheduler.check_integrity()
+
+    def step(self) -> SequenceUpdates:
+        batch = self.schedule()
+        updates = self.scheduler.update(batch, self.model.execute(batch))
+        self.scheduler.check_integrity()
+        self.num_steps += 1
+        return updates
+
+    def run(self, max_steps: int = 100_000) -> None:
+        for _ in range(max_steps):
+            if not self.scheduler.has_unfinished:
+                break
+            self.step()
+        assert not self.scheduler.has_unfinished, f"not done after {max_steps} steps"
+        assert self.blocks.num_free_blocks == self.blocks.num_usable_blocks
+
+    def output(self, sequence: Sequence) -> list[int]:
+        """The sequence's output, checked against the model without a cache."""
+        output = sequence.output_token_ids
+        prompt = sequence.token_ids[: sequence.num_prompt_tokens].tolist()
+        assert output == continuation(prompt, len(output)), f"{sequence.request_id} went wrong"
+        return output
+
+
+@pytest.fixture
+def make_bench() -> type[Bench]:
+    """Builds a scheduler with a stand-in model that notices every wrong K/V slot."""
+    return Bench

@@ -1,0 +1,127 @@
+"""Random traffic through scheduler and block manager, every step and every slot checked."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+PREFIXES = [[(7 * k + i) % 97 for i in range(200)] for k in range(3)]
+
+
+def random_traffic(make_bench, content_hash) -> type[RuleBasedStateMachine]:
+    """A state machine over one scheduler; `content_hash` None means the real hash."""
+
+    class RandomTraffic(RuleBasedStateMachine):
+        @initialize(
+            block_size=st.sampled_from([1, 2, 16]),
+            num_blocks=st.integers(3, 40),
+            budget=st.integers(1, 64),
+            max_num_seqs=st.integers(1, 8),
+            policy=st.sampled_from(["fcfs", "priority", "prefill_first"]),
+            prefix_caching=st.booleans(),
+            chunk=st.sampled_from([None, 1, 9]),
+        )
+        def start(
+            self, block_size, num_blocks, budget, max_num_seqs, policy, prefix_caching, chunk
+        ):
+            self.bench = make_bench(
+                block_size=block_size,
+                num_blocks=num_blocks,
+                budget=budget,
+                max_num_seqs=min(max_num_seqs, budget),
+                policy=policy,
+                prefix_caching=prefix_caching or content_hash is not None,
+                max_prefill_chunk=chunk,
+                end_token_ids=(11, 23),
+                content_hash=content_hash,
+            )
+
+        @rule(
+            prefix=st.sampled_from(PREFIXES),
+            shared=st.integers(0, 200),
+            tail=st.lists(st.integers(0, 96), min_size=1, max_size=100),
+            max_tokens=st.integers(1, 100),
+            priority=st.integers(0, 2),
+            ignore_eos=st.booleans(),
+        )
+        def add(self, prefix, shared, tail, max_tokens, priority, ignore_eos):
+            room = self.bench.scheduler.max_sequence_tokens - 1
+            prompt = [*prefix[:shared], *tail][:room]
+            if prompt:
+                self.bench.add(prompt, max_tokens, priority=priority, ignore_eos=ignore_eos)
+
+        @precondition(lambda self: self.bench.scheduler.has_unfinished)
+        @rule(count=st.integers(1, 12))
+        def step(self, count):
+            for _ in range(count):
+                if self.bench.scheduler.has_unfinished:
+                    self.bench.step()
+
+        @precondition(lambda self: self.bench.scheduler.has_unfinished)
+        @rule(data=st.data())
+        def step_with_aborts_and_a_nan_row(self, data):
+            bench = self.bench
+            batch = bench.schedule()
+            unfinished = [s for s in bench.added if not s.is_finished]
+            for sequence in data.draw(st.lists(st.sampled_from(unfinished), max_size=2)):
+                bench.scheduler.abort(sequence)
+                bench.scheduler.check_integrity()
+            invalid = frozenset(data.draw(st.sets(st.integers(0, 8), max_size=1)))
+            bench.scheduler.update(batch, bench.model.execute(batch, invalid=invalid))
+
+        @precondition(lambda self: self.bench.scheduler.has_unfinished)
+        @rule(abort_first=st.booleans())
+        def step_that_fails(self, abort_first):
+            bench = self.bench
+            batch = bench.schedule()
+            if abort_first:
+                bench.scheduler.abort(bench.scheduler.running_sequences()[0])
+            bench.scheduler.rollback(batch)
+
+        @precondition(lambda self: any(not s.is_finished for s in self.bench.added))
+        @rule(data=st.data())
+        def abort(self, data):
+            unfinished = [s for s in self.bench.added if not s.is_finished]
+            self.bench.scheduler.abort(data.draw(st.sampled_from(unfinished)))
+
+        @invariant()
+        def integrity(self):
+            if hasattr(self, "bench"):
+                self.bench.scheduler.check_integrity()
+
+        def teardown(self):
+            if not hasattr(self, "bench"):
+                return
+            self.bench.run()
+            for sequence in self.bench.added:
+                assert sequence.is_finished
+                self.bench.output(sequence)
+                if sequence.finish_reason == "length":
+                    total = len(sequence.token_ids)
+                    assert total == sequence.max_total_tokens
+
+    return RandomTraffic
+
+
+@pytest.mark.parametrize("content_hash", [None, lambda content: 7], ids=["xxh3", "constant"])
+def test_random_traffic_keeps_every_slot_and_every_token_right(make_bench, content_hash):
+    """10,000 operations: 100 runs of 100 rules, with the checks of each step on top."""
+    run_state_machine_as_test(
+        random_traffic(make_bench, content_hash),
+        settings=settings(
+            max_examples=100,
+            stateful_step_count=100,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            derandomize=True,
+        ),
+    )

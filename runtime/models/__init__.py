@@ -1,0 +1,17 @@
+"""The supported models: one decoder, its config, its weights."""
+
+from .checkpoint import stored_dtype
+from .config import SUPPORTED_ARCHITECTURES, DecoderConfig, load_decoder_config
+from .decoder import Decoder
+from .rotary import RopeConfig
+from .weights import load_decoder
+
+__all__ = [
+    "SUPPORTED_ARCHITECTURES",
+    "Decoder",
+    "DecoderConfig",
+    "RopeConfig",
+    "load_decoder",
+    "load_decoder_config",
+    "stored_dtype",
+]

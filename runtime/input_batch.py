@@ -1,0 +1,167 @@
+"""The unified batch builder: one flat batch of whatever a step holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from attention import AttentionMetadata
+
+from .row_table import RowTable
+from .sampler import SamplingBatch, stateless_uniforms
+from .staging import StagingBuffer
+from .step import ScheduledBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputBatch:
+    """All device inputs of one step. Valid until the next `pack` into the same buffer."""
+
+    input_ids: torch.Tensor
+    """[num_tokens] int32, device; the new tokens of all sequences, one after another."""
+    positions: torch.Tensor
+    """[num_tokens] int64, device; place of each token in its own sequence."""
+    metadata: AttentionMetadata
+    """Where each sequence lies in the batch and in the paged cache."""
+    logits_indices: torch.Tensor
+    """[num_sampled] int64, device; rows of the batch whose next token is wanted."""
+    sampling: SamplingBatch
+    """Sampling inputs of those rows."""
+
+
+def pack(
+    table: RowTable,
+    scheduled: ScheduledBatch,
+    staging: StagingBuffer,
+    end_token_ids: tuple[int, ...] = (),
+) -> InputBatch:
+    """Build the flat batch with numpy, no Python per token, and copy it to the device once.
+
+    Args:
+        table: the rows, after `table.apply(scheduled)`. Not changed here.
+        scheduled: a step with at least one token.
+        staging: buffer for the copy; its earlier views become invalid.
+        end_token_ids: ids that may not be drawn before a sequence's min_tokens.
+    """
+    num_seqs, num_tokens = scheduled.num_seqs, scheduled.num_tokens
+    new, computed, rows = scheduled.num_new_tokens, scheduled.num_computed_tokens, scheduled.rows
+    context = computed + new
+    max_context = int(context.max())
+    max_blocks = -(-max_context // table.block_size)
+    num_sampled = len(scheduled.sampled)
+    layout = staging.lay_out(
+        {
+            "positions": (np.int64, (num_tokens,)),
+            "slot_mapping": (np.int64, (num_tokens,)),
+            "logits_indices": (np.int64, (num_sampled,)),
+            "input_ids": (np.int32, (num_tokens,)),
+            "cu_seqlens_q": (np.int32, (num_seqs + 1,)),
+            "cu_seqlens_k": (np.int32, (num_seqs + 1,)),
+            "context_lens": (np.int32, (num_seqs,)),
+            "block_tables": (np.int32, (num_seqs, max_blocks)),
+            "temperature": (np.float32, (num_sampled,)),
+            "top_k": (np.int32, (num_sampled,)),
+            "top_p": (np.float32, (num_sampled,)),
+            "min_p": (np.float32, (num_sampled,)),
+            "uniforms": (np.float32, (num_sampled,)),
+        }
+    )
+    host = layout.host
+    cu_seqlens_q = host["cu_seqlens_q"]
+    cu_seqlens_q[0] = host["cu_seqlens_k"][0] = 0
+    np.cumsum(new, out=cu_seqlens_q[1:])
+    np.cumsum(context, out=host["cu_seqlens_k"][1:])
+    host["context_lens"][:] = context
+    host["input_ids"][:] = scheduled.token_ids
+    np.take(
+        table.block_tables[:, :max_blocks], rows, axis=0, out=host["block_tables"], mode="clip"
+    )
+    _fill_positions(host, scheduled, table.block_size)
+    sampled, sampled_rows = scheduled.sampled, rows[scheduled.sampled]
+    np.subtract(cu_seqlens_q[1:][sampled], 1, out=host["logits_indices"])
+    output_positions = context[sampled] - table.num_prompt_tokens[sampled_rows]
+    for name in ("temperature", "top_k", "top_p", "min_p"):
+        np.take(getattr(table, name), sampled_rows, out=host[name], mode="clip")
+    host["uniforms"][:] = stateless_uniforms(table.seeds[sampled_rows], output_positions)
+    device = staging.upload(layout)
+    metadata = AttentionMetadata(
+        cu_seqlens_q=device["cu_seqlens_q"],
+        cu_seqlens_k=device["cu_seqlens_k"],
+        max_seqlen_q=int(new.max()),
+        max_seqlen_k=max_context,
+        slot_mapping=device["slot_mapping"],
+        context_lens=device["context_lens"],
+        block_tables=device["block_tables"],
+        num_decodes=scheduled.num_decodes,
+        block_size=table.block_size,
+        cu_seqlens_q_cpu=cu_seqlens_q,
+        context_lens_cpu=host["context_lens"],
+        block_tables_cpu=host["block_tables"],
+    )
+    return InputBatch(
+        input_ids=device["input_ids"],
+        positions=device["positions"],
+        metadata=metadata,
+        logits_indices=device["logits_indices"],
+        sampling=_sampling_batch(table, sampled_rows, output_positions, device, end_token_ids),
+    )
+
+
+def _fill_positions(
+    host: dict[str, np.ndarray], scheduled: ScheduledBatch, block_size: int
+) -> None:
+    """positions and slot_mapping, from the counts and the packed block tables."""
+    positions, num_seqs = host["positions"], scheduled.num_seqs
+    sequence_of_token = np.arange(num_seqs)
+    if scheduled.is_uniform_decode:
+        positions[:] = scheduled.num_computed_tokens
+    else:
+        new = scheduled.num_new_tokens
+        shift = scheduled.num_computed_tokens - host["cu_seqlens_q"][:-1]
+        sequence_of_token = np.repeat(sequence_of_token, new)
+        np.add(np.arange(scheduled.num_tokens), np.repeat(shift, new), out=positions)
+    blocks = host["block_tables"][sequence_of_token, positions // block_size]
+    np.multiply(blocks, block_size, out=host["slot_mapping"])
+    host["slot_mapping"] += positions % block_size
+
+
+def _sampling_batch(
+    table: RowTable,
+    sampled_rows: np.ndarray,
+    output_positions: np.ndarray,
+    device: dict[str, torch.Tensor],
+    end_token_ids: tuple[int, ...],
+) -> SamplingBatch:
+    top_k, temperature = table.top_k[sampled_rows], table.temperature[sampled_rows]
+    banned_rows: list[int] = []
+    banned_ids: list[int] = []
+    for i in np.flatnonzero(output_positions < table.min_tokens[sampled_rows]).tolist():
+        params = table.params[sampled_rows[i]]
+        assert params is not None, "a sampled row has no sequence"
+        ids = params.stop_token_ids + (() if params.ignore_eos else end_token_ids)
+        banned_rows += [i] * len(ids)
+        banned_ids += ids
+    target = device["temperature"].device
+    has_bans = bool(banned_ids)
+    return SamplingBatch(
+        temperature=device["temperature"],
+        top_k=device["top_k"],
+        top_p=device["top_p"],
+        min_p=device["min_p"],
+        uniforms=device["uniforms"],
+        banned_rows=_to_device(banned_rows, target) if has_bans else None,
+        banned_token_ids=_to_device(banned_ids, target) if has_bans else None,
+        all_greedy=not temperature.any(),
+        max_top_k=int(top_k.max(initial=0)),
+        any_top_p=bool((table.top_p[sampled_rows] < 1).any()),
+        any_min_p=bool((table.min_p[sampled_rows] > 0).any()),
+    )
+
+
+def _to_device(values: list[int], device: torch.device) -> torch.Tensor:
+    tensor = torch.tensor(values, dtype=torch.int64)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

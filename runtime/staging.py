@@ -1,0 +1,78 @@
+"""One host buffer per step, laid out anew each step and copied to the device in one go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Where the fields of one step lie in the buffer."""
+
+    host: dict[str, np.ndarray]
+    """Writable views of the host buffer."""
+    offsets: dict[str, int]
+    """Bytes from the start of the buffer."""
+    num_bytes: int
+    """Bytes in use."""
+
+
+class StagingBuffer:
+    """Packs arrays of several types into one transfer.
+
+    On a CPU the device views are the host views, and nothing is copied. On CUDA the host buffer
+    is pinned and `lay_out` first waits for the last copy out of it, which has long been done
+    unless the host runs ahead.
+
+    Views handed out are valid until the next `lay_out`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._copied: torch.cuda.Event | None = None
+        self._grow(1 << 16)
+
+    def lay_out(self, fields: Mapping[str, tuple[type[np.generic], tuple[int, ...]]]) -> Layout:
+        """Reserve room for `fields`, name to (numpy type, shape); the contents are undefined."""
+        offsets, end = {}, 0
+        for name, (dtype, shape) in fields.items():
+            offsets[name] = end
+            num_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+            end += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        if self._copied is not None:
+            self._copied.synchronize()  # sync: the last copy still reads this buffer
+        if end > len(self._bytes):
+            self._grow(2 * end)
+        host = {
+            name: np.ndarray(shape, dtype=dtype, buffer=self._bytes, offset=offsets[name])
+            for name, (dtype, shape) in fields.items()
+        }
+        return Layout(host=host, offsets=offsets, num_bytes=end)
+
+    def upload(self, layout: Layout) -> dict[str, torch.Tensor]:
+        """Device tensors of all fields, by one copy that the host doesn't wait for."""
+        if self._device.type == "cpu":
+            return {name: torch.from_numpy(array) for name, array in layout.host.items()}
+        device_bytes = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self._device)
+        device_bytes.copy_(self._host[: layout.num_bytes], non_blocking=True)
+        if self._copied is None:
+            self._copied = torch.cuda.Event()
+        self._copied.record()
+        tensors = {}
+        for name, array in layout.host.items():
+            start = layout.offsets[name]
+            dtype = torch.from_numpy(array[:0]).dtype
+            part = device_bytes[start : start + array.nbytes]
+            tensors[name] = part.view(dtype).view(array.shape)
+        return tensors
+
+    def _grow(self, num_bytes: int) -> None:
+        pinned = self._device.type == "cuda"
+        self._host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+        self._bytes = self._host.numpy()

@@ -239,9 +239,7 @@ class BlockManager:
         for start in range(0, len(data), width):
             yield data[start : start + width] + extra_key
 
-    def _register_block(
-        self, block: Block, key: tuple[int, int], content: bytes, step: int
-    ) -> int:
+    def _register_block(self, block: Block, key: tuple[int, int], content: bytes, step: int) -> int:
         self._last_uid += 1
         block.uid = self._last_uid
         block.key = key

@@ -75,9 +75,7 @@ def pack(
     np.cumsum(context, out=host["cu_seqlens_k"][1:])
     host["context_lens"][:] = context
     host["input_ids"][:] = scheduled.token_ids
-    np.take(
-        table.block_tables[:, :max_blocks], rows, axis=0, out=host["block_tables"], mode="clip"
-    )
+    np.take(table.block_tables[:, :max_blocks], rows, axis=0, out=host["block_tables"], mode="clip")
     _fill_positions(host, scheduled, table.block_size)
     sampled, sampled_rows = scheduled.sampled, rows[scheduled.sampled]
     np.subtract(cu_seqlens_q[1:][sampled], 1, out=host["logits_indices"])

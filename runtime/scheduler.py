@@ -5,38 +5,19 @@ from __future__ import annotations
 import bisect
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, cast
+from typing import cast
 
 import numpy as np
 
 from .block_manager import BlockManager
 from .errors import InvalidRequestError, NonFiniteLogitsError
+from .outputs import FinishReason
+from .scheduler_config import SchedulerConfig
 from .sequence import Sequence, SequenceStatus
 from .sequence_table import SequenceTable
 from .step import ScheduledBatch, SequenceUpdates, StepOutput
 from .step_builder import StepBuilder
 from .waiting_queue import WaitingQueue
-
-Policy = Literal["fcfs", "priority", "prefill_first"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
-    """The limits and the policy that a scheduler keeps to."""
-
-    max_num_seqs: int
-    """Most sequences that own blocks at one time."""
-    max_num_batched_tokens: int
-    """Token budget of a step; at least `max_num_seqs`, so that every decode fits."""
-    max_model_len: int
-    """Most tokens of one sequence, prompt and output together."""
-    policy: Policy = "fcfs"
-    """"fcfs", "priority", or "prefill_first": the old way without mixing, as a baseline."""
-    max_prefill_chunk: int | None = None
-    """Most prompt tokens of one sequence in a step; None: what the budget leaves."""
-    end_token_ids: tuple[int, ...] = ()
-    """Ids that end a sequence unless it ignores them."""
 
 
 class Scheduler:
@@ -403,7 +384,7 @@ class Scheduler:
             self._release(row)
         self._retired_rows = []
 
-    def _finish(self, sequence: Sequence, reason: str) -> None:
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
         sequence.finish_time = self._clock()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .outputs import FinishReason
 from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -70,8 +71,8 @@ class Sequence:
 
     first_token_time: float | None = None
     finish_time: float | None = None
-    finish_reason: str | None = None
-    """"stop", "length", "abort" or "error"."""
+    finish_reason: FinishReason | None = None
+    """None while unfinished."""
     error: Exception | None = None
 
     @property

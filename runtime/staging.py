@@ -62,7 +62,7 @@ class StagingBuffer:
         device_bytes = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self._device)
         device_bytes.copy_(self._host[: layout.num_bytes], non_blocking=True)
         if self._copied is None:
-            self._copied = torch.cuda.Event()
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._copied.record()
         tensors = {}
         for name, array in layout.host.items():

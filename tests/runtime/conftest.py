@@ -9,7 +9,8 @@ import pytest
 
 from runtime.block_manager import BlockManager
 from runtime.sampling_params import SamplingParams
-from runtime.scheduler import Scheduler, SchedulerConfig
+from runtime.scheduler import Scheduler
+from runtime.scheduler_config import SchedulerConfig
 from runtime.sequence import Sequence, SequenceStatus
 from runtime.step import ScheduledBatch, SequenceUpdates, StepOutput
 
@@ -51,7 +52,9 @@ class StandInModel:
         self.tables: dict[int, dict[int, int]] = {}
         self.slots: dict[int, int] = {}
 
-    def execute(self, batch: ScheduledBatch, *, invalid: frozenset[int] = frozenset()) -> StepOutput:
+    def execute(
+        self, batch: ScheduledBatch, *, invalid: frozenset[int] = frozenset()
+    ) -> StepOutput:
         """Run a step; sampled positions in `invalid` come back as NaN rows would."""
         for row in batch.admitted_rows.tolist():
             self.tables[row] = {}

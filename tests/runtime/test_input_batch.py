@@ -19,9 +19,7 @@ def scheduled(sequences, *, num_decodes, sampled, params=None, prompt_lens=None)
     """A batch that admits all its sequences: (row, new token ids, computed, block table)."""
     rows = np.array([row for row, _, _, _ in sequences], dtype=np.int64)
     blocks = [
-        (row, index, block)
-        for row, _, _, table in sequences
-        for index, block in enumerate(table)
+        (row, index, block) for row, _, _, table in sequences for index, block in enumerate(table)
     ]
     new_blocks = np.array(blocks, dtype=np.int64).reshape(-1, 3)
     tokens = [token for _, ids, _, _ in sequences for token in ids]
@@ -143,9 +141,7 @@ def test_sampling_inputs_follow_the_sampled_rows():
 
 
 def test_draws_depend_on_seed_and_output_position_alone():
-    one = packed(
-        scheduled([(0, [5], 9, [1, 2, 3])], num_decodes=1, sampled=[0], prompt_lens=[4])
-    )
+    one = packed(scheduled([(0, [5], 9, [1, 2, 3])], num_decodes=1, sampled=[0], prompt_lens=[4]))
     two = packed(
         scheduled(
             [(0, [5], 29, [*range(8)]), (1, [5], 9, [1, 2, 3])],
@@ -174,7 +170,9 @@ def test_end_tokens_are_banned_before_min_tokens():
         sampling = packed(batch, end_token_ids=(0, 2)).sampling
         if sampling.banned_rows is None:
             return []
-        return [*zip(sampling.banned_rows.tolist(), sampling.banned_token_ids.tolist())]
+        return [
+            *zip(sampling.banned_rows.tolist(), sampling.banned_token_ids.tolist(), strict=True)
+        ]
 
     assert banned([2, 2, 2]) == [(0, 7), (0, 0), (0, 2)]
     assert banned([1, 1, 1]) == [], "three outputs were made: nothing is banned any more"

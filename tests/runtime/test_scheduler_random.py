@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 PREFIXES = [[(7 * k + i) % 97 for i in range(200)] for k in range(3)]
 
 
-def random_traffic(make_bench, content_hash) -> type[RuleBasedStateMachine]:
+def random_traffic(make_bench, content_hash) -> type[RuleBasedStateMachine]:  # noqa: C901
     """A state machine over one scheduler; `content_hash` None means the real hash."""
 
     class RandomTraffic(RuleBasedStateMachine):

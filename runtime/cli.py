@@ -1,0 +1,150 @@
+"""The `stepgraph` command: generate, chat, env."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from .embedded_model import EMBEDDED_MODEL
+from .environment import describe_environment
+from .log import configure_logging
+
+_ENGINE_FLAGS = (
+    "tokenizer",
+    "load_format",
+    "dtype",
+    "device",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "kv_cache_bytes",
+    "policy",
+    "attention_backend",
+)
+_SAMPLING_FLAGS = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status: 0, 1 for a refused input, 130 after Ctrl-C."""
+    args = _parser().parse_args(argv)
+    try:
+        configure_logging("info" if args.verbose else "warning")
+        status: int = args.run(args)
+    except (ValueError, TypeError) as error:
+        print(f"stepgraph: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="stepgraph", description=__doc__)
+    parser.add_argument("-v", "--verbose", action="store_true", help="show what was chosen and why")
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    generate = commands.add_parser("generate", help="complete prompts")
+    generate.add_argument("prompts", nargs="+", metavar="PROMPT")
+    generate.set_defaults(run=_generate)
+
+    chat = commands.add_parser("chat", help="answer a message, or talk until end of input")
+    chat.add_argument("message", nargs="?", help="one message; without it, lines are read")
+    chat.add_argument("--system", help="system message")
+    chat.set_defaults(run=_chat)
+
+    for command in (generate, chat):
+        command.add_argument("--model", default=EMBEDDED_MODEL, help="default: %(default)s")
+        _add_fields(command, "sampling", _SAMPLING_FLAGS)
+        _add_fields(command, "engine", _ENGINE_FLAGS)
+
+    env = commands.add_parser("env", help="show the environment variables")
+    env.set_defaults(run=_env)
+    return parser
+
+
+def _add_fields(parser: argparse.ArgumentParser, title: str, names: tuple[str, ...]) -> None:
+    group = parser.add_argument_group(f"{title} options, as in the Python API")
+    for name in names:
+        group.add_argument(f"--{name.replace('_', '-')}", dest=name, type=_number_or_text)
+
+
+def _number_or_text(text: str) -> int | float | str:
+    for convert in (int, float):
+        try:
+            return convert(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _given(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: value for name in names if (value := getattr(args, name)) is not None}
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from .llm import LLM
+    from .sampling_params import SamplingParams
+
+    params = SamplingParams(**_given(args, _SAMPLING_FLAGS))
+    with LLM(args.model, **_given(args, _ENGINE_FLAGS)) as llm:
+        start = time.monotonic()
+        outputs = llm.generate(args.prompts, params, use_tqdm=sys.stderr.isatty())
+        seconds = time.monotonic() - start
+    for output in outputs:
+        print(f"{output.prompt}{output.outputs[0].text}\n")
+    num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    first = [output.metrics.time_to_first_token for output in outputs]
+    _print_speed(num_tokens, seconds, min((t for t in first if t is not None), default=0.0))
+    return int(any(output.outputs[0].finish_reason == "error" for output in outputs))
+
+
+def _chat(args: argparse.Namespace) -> int:
+    from .llm import LLM
+    from .sampling_params import SamplingParams
+
+    params = SamplingParams(**_given(args, _SAMPLING_FLAGS))
+    messages = [{"role": "system", "content": args.system}] if args.system else []
+    with LLM(args.model, **_given(args, _ENGINE_FLAGS)) as llm:
+        for message in _messages(args.message):
+            messages.append({"role": "user", "content": message})
+            start, first, pieces = time.monotonic(), None, []
+            before = llm.engine.counters.num_output_tokens
+            for piece in llm.stream_chat(messages, params):
+                first = first or time.monotonic()
+                pieces.append(piece)
+                print(piece, end="", flush=True)
+            print()
+            num_tokens = llm.engine.counters.num_output_tokens - before
+            _print_speed(num_tokens, time.monotonic() - start, (first or start) - start)
+            messages.append({"role": "assistant", "content": "".join(pieces)})
+    return 0
+
+
+def _messages(message: str | None) -> Iterator[str]:
+    if message is not None:
+        yield message
+        return
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return
+        if line:
+            yield line
+
+
+def _print_speed(num_tokens: int, seconds: float, first: float) -> None:
+    rate = num_tokens / max(seconds, 1e-9)
+    print(
+        f"[{num_tokens} tokens, {rate:.1f} tokens/s, time to first token {first * 1000:.0f} ms]",
+        file=sys.stderr,
+    )
+
+
+def _env(args: argparse.Namespace) -> int:
+    print(describe_environment())
+    return 0

@@ -1,0 +1,310 @@
+"""Engine options: what the caller says, and what follows from it for one model."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+
+from . import model_source
+from .environment import read_environment
+from .errors import ConfigError
+from .scheduler_config import Policy
+
+if TYPE_CHECKING:
+    from .models import DecoderConfig
+
+LoadFormat = Literal["auto", "dummy"]
+
+MAX_BLOCK_SIZE = 256
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Options of an engine. None means: chosen by `resolve`, which keeps the reason.
+
+    For each option an explicit value wins over its environment variable, and that over the
+    default. Unknown options raise TypeError, wrong values ConfigError.
+    """
+
+    model: str
+    """A local Hugging Face directory, a hub id, a .gguf file, or "smollm2-135m-instruct"."""
+    tokenizer: str | None = None
+    """A directory or hub id to take the tokenizer from; None: the model's own."""
+    load_format: LoadFormat = "auto"
+    """"auto" reads safetensors; "dummy" makes random weights from config.json alone."""
+    dtype: str = "auto"
+    """"float32", "bfloat16", "float16", or "auto": the dtype that config.json declares, else the
+    one the weights are stored in, else bfloat16. The KV cache has the same dtype."""
+    device: str = "auto"
+    """"cpu", "cuda", "cuda:1", ..., or "auto": cuda where there is one, else cpu."""
+    max_model_len: int | None = None
+    """Most tokens of one sequence, prompt and output together; None: the model's own limit."""
+    max_num_seqs: int | None = None
+    """Most sequences running at a time; None: 256, or the token budget if that is less."""
+    max_num_batched_tokens: int | None = None
+    """Token budget of a step; None: 512 on a CPU, 8192 on CUDA. Larger: more throughput while
+    prompts come in. Smaller: shorter gaps between the tokens of running sequences."""
+    max_prefill_chunk: int | None = None
+    """Most prompt tokens of one sequence in a step; None: what the budget leaves."""
+    block_size: int = 16
+    """Tokens of a KV block: a power of two from 1 to 256."""
+    num_kv_blocks: int | None = None
+    """KV blocks that sequences can use; None: as many as the memory options below give."""
+    kv_cache_bytes: int | None = None
+    """Memory of the KV pool; None: on a CPU 4 GiB or a quarter of what is free, whichever is
+    less; on CUDA what `gpu_memory_utilization` leaves. Never more than all rows can use."""
+    gpu_memory_utilization: float = 0.9
+    """Share of a GPU's memory for weights, activations and KV pool together."""
+    enable_prefix_caching: bool = True
+    """Keep the K/V of past prompts and outputs and share it with prompts that start alike."""
+    policy: Policy = "fcfs"
+    """"fcfs", "priority" (lower first), or "prefill_first": no mixing, as a baseline."""
+    attention_backend: str | None = None
+    """"torch", or "auto": the first that can run; None: STEPGRAPH_ATTENTION, else "auto"."""
+    seed: int = 0
+    """Of the seeds given to requests that have none, and of dummy weights."""
+    nvtx: bool | None = None
+    """NVTX ranges around the stages of a step; None: STEPGRAPH_NVTX, else off."""
+
+    def __post_init__(self) -> None:
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, _positive(name, value))
+        if self.block_size > MAX_BLOCK_SIZE or self.block_size & (self.block_size - 1):
+            raise ConfigError(
+                f"block_size={self.block_size} is not a power of two from 1 to {MAX_BLOCK_SIZE}"
+            )
+        _one_of("load_format", self.load_format, get_args(LoadFormat))
+        _one_of("policy", self.policy, get_args(Policy))
+        _one_of("dtype", self.dtype, ("auto", *DTYPES))
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ConfigError(f"gpu_memory_utilization={share!r} is not above 0 and at most 1")
+        for name in ("enable_prefix_caching", "nvtx"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (name == "nvtx" and value is None):
+                raise ConfigError(f"{name}={value!r} is not True or False")
+
+    def resolve_model(self) -> Path:
+        """The model's local directory, fetched or converted first if need be.
+
+        Raises:
+            ModelLoadError: there is no such model, or it can't be fetched.
+        """
+        cache_dir = read_environment().get("STEPGRAPH_CACHE_DIR")
+        return model_source.resolve_model(self.model, cache_dir=cache_dir)
+
+    def resolve_tokenizer(self) -> Path:
+        """The local directory that the tokenizer is in; raises as `resolve_model`."""
+        if self.tokenizer is None:
+            return self.resolve_model()
+        return dataclasses.replace(self, model=self.tokenizer).resolve_model()
+
+    def resolve(
+        self,
+        decoder: DecoderConfig,
+        path: Path,
+        stored_dtype: torch.dtype | None,
+        environ: Mapping[str, str] | None = None,
+    ) -> ResolvedConfig:
+        """Decide everything left open, for one model; nothing is allocated.
+
+        Args:
+            decoder: the model's shape.
+            path: the model's directory.
+            stored_dtype: of the checkpoint's weights; None if there are none.
+            environ: in place of os.environ.
+
+        Raises:
+            ConfigError: two options, or an option and the model, don't go together.
+        """
+        env = read_environment(environ)
+        reasons: dict[str, str] = {}
+        device = self._resolve_device(reasons)
+        budget = self._resolve_budget(device, env, reasons)
+        return ResolvedConfig(
+            model_path=path,
+            load_format=self.load_format,
+            dtype=self._resolve_dtype(decoder, stored_dtype, reasons),
+            device=device,
+            max_model_len=self._resolve_model_len(decoder, reasons),
+            max_num_seqs=self._resolve_num_seqs(budget, reasons),
+            max_num_batched_tokens=budget,
+            max_prefill_chunk=self.max_prefill_chunk,
+            block_size=self.block_size,
+            num_kv_blocks=self.num_kv_blocks,
+            kv_cache_bytes=self.kv_cache_bytes,
+            gpu_memory_utilization=float(self.gpu_memory_utilization),
+            enable_prefix_caching=self.enable_prefix_caching,
+            policy=self.policy,
+            attention_backend=self.attention_backend or env.get("STEPGRAPH_ATTENTION", "auto"),
+            seed=self.seed,
+            nvtx=env.get("STEPGRAPH_NVTX", False) if self.nvtx is None else self.nvtx,
+            reasons=reasons,
+        )
+
+    def _resolve_device(self, reasons: dict[str, str]) -> torch.device:
+        if self.device == "auto":
+            has_cuda = torch.cuda.is_available()
+            reasons["device"] = "a CUDA device is there" if has_cuda else "no CUDA device is there"
+            return torch.device("cuda" if has_cuda else "cpu")
+        try:
+            device = torch.device(self.device)
+        except RuntimeError:
+            raise ConfigError(f'device={self.device!r} is not "auto", "cpu" or "cuda:N"') from None
+        if device.type not in ("cpu", "cuda"):
+            raise ConfigError(f"device={self.device!r} is not supported; use cpu or cuda")
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(f"device={self.device!r}, but torch finds no CUDA device; use cpu")
+        return device
+
+    def _resolve_dtype(
+        self, decoder: DecoderConfig, stored_dtype: torch.dtype | None, reasons: dict[str, str]
+    ) -> torch.dtype:
+        if self.dtype != "auto":
+            return DTYPES[self.dtype]
+        if decoder.declared_dtype is not None:
+            dtype, reason = decoder.declared_dtype, "declared in config.json"
+        elif stored_dtype is not None:
+            dtype, reason = stored_dtype, "the dtype the weights are stored in"
+        else:
+            dtype, reason = torch.bfloat16, "neither declared nor stored"
+        if dtype not in DTYPES.values():
+            raise ConfigError(
+                f"the model's dtype {dtype} ({reason}) can't be run; ask for one of "
+                f"{', '.join(DTYPES)}"
+            )
+        reasons["dtype"] = reason
+        return dtype
+
+    def _resolve_model_len(self, decoder: DecoderConfig, reasons: dict[str, str]) -> int:
+        limit = decoder.max_position_embeddings
+        if self.max_model_len is None:
+            reasons["max_model_len"] = "the positions that the model has"
+            return limit
+        if self.max_model_len > limit:
+            raise ConfigError(
+                f"max_model_len={self.max_model_len} exceeds the model's {limit} positions; "
+                f"ask for at most {limit}, or set a rope scaling in config.json"
+            )
+        return self.max_model_len
+
+    def _resolve_budget(
+        self, device: torch.device, env: Mapping[str, Any], reasons: dict[str, str]
+    ) -> int:
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        if "STEPGRAPH_MAX_NUM_BATCHED_TOKENS" in env:
+            reasons["max_num_batched_tokens"] = "STEPGRAPH_MAX_NUM_BATCHED_TOKENS"
+            return int(env["STEPGRAPH_MAX_NUM_BATCHED_TOKENS"])
+        reasons["max_num_batched_tokens"] = f"the default on {device.type}"
+        return 512 if device.type == "cpu" else 8192
+
+    def _resolve_num_seqs(self, budget: int, reasons: dict[str, str]) -> int:
+        if self.max_num_seqs is None:
+            reasons["max_num_seqs"] = "256, or the token budget if that is less"
+            return min(256, budget)
+        if self.max_num_seqs > budget:
+            raise ConfigError(
+                f"max_num_seqs={self.max_num_seqs} exceeds the token budget "
+                f"max_num_batched_tokens={budget}, so not every decode would fit into a step; "
+                f"lower the one or raise the other"
+            )
+        return self.max_num_seqs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedConfig:
+    """`EngineConfig` with every choice made. The fields mean the same."""
+
+    model_path: Path
+    """The local Hugging Face directory."""
+    load_format: LoadFormat
+    """As in EngineConfig."""
+    dtype: torch.dtype
+    """Of weights, activations and KV cache."""
+    device: torch.device
+    """Where the model runs."""
+    max_model_len: int
+    """Most tokens of one sequence."""
+    max_num_seqs: int
+    """Most sequences running at a time; at most the token budget."""
+    max_num_batched_tokens: int
+    """Token budget of a step."""
+    max_prefill_chunk: int | None
+    """Most prompt tokens of one sequence in a step; None: what the budget leaves."""
+    block_size: int
+    """Tokens of a KV block."""
+    num_kv_blocks: int | None
+    """As in EngineConfig; the pool itself is sized when the model is loaded."""
+    kv_cache_bytes: int | None
+    """As in EngineConfig."""
+    gpu_memory_utilization: float
+    """As in EngineConfig."""
+    enable_prefix_caching: bool
+    """As in EngineConfig."""
+    policy: Policy
+    """As in EngineConfig."""
+    attention_backend: str
+    """A backend's name, or "auto"."""
+    seed: int
+    """As in EngineConfig."""
+    nvtx: bool
+    """Whether the stages of a step open NVTX ranges."""
+    reasons: Mapping[str, str]
+    """Why each option that was left open got its value."""
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        """Blocks of a sequence of max_model_len tokens."""
+        return -(-self.max_model_len // self.block_size)
+
+    def describe(self) -> str:
+        """One line per option, with the reason where it was chosen here."""
+        lines = []
+        for field in dataclasses.fields(self):
+            if field.name != "reasons":
+                reason = self.reasons.get(field.name)
+                value = getattr(self, field.name)
+                lines.append(f"{field.name} = {value}" + (f"  ({reason})" if reason else ""))
+        return "\n".join(lines)
+
+
+_COUNTS = (
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_prefill_chunk",
+    "block_size",
+    "num_kv_blocks",
+    "kv_cache_bytes",
+)
+
+
+def _positive(name: str, value: object) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ConfigError(f"{name}={value!r} is not a whole number") from None
+    if number < 1:
+        raise ConfigError(f"{name}={number} is below 1")
+    return number
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}={value!r} is not one of {', '.join(allowed)}")

@@ -1,0 +1,185 @@
+"""The engine: requests in, one step at a time, tokens out."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from .block_manager import BlockManager
+from .config import EngineConfig
+from .errors import InvalidRequestError
+from .model_runner import ModelRunner
+from .models import load_decoder_config, stored_dtype
+from .prompts import TokenIds
+from .ranges import Ranges
+from .sampling_params import SamplingParams
+from .scheduler import Scheduler
+from .scheduler_config import SchedulerConfig
+from .sequence import Sequence
+from .step import SequenceUpdates
+from .tokenizer import Tokenizer, load_end_token_ids
+
+logger = logging.getLogger("stepgraph.runtime")
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """Running totals since the engine was made."""
+
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    """Prompt tokens computed, recomputed ones included."""
+    num_output_tokens: int = 0
+
+
+class Engine:
+    """Serves token ids; text is the business of `LLM`.
+
+    Args:
+        config: the options.
+        tokenizer: its end token ends sequences too, beside those that the model's files name.
+
+    Raises:
+        ConfigError: options that don't go together or don't suit the model.
+        ModelLoadError: the model can't be read.
+    """
+
+    def __init__(self, config: EngineConfig, *, tokenizer: Tokenizer | None = None) -> None:
+        path = config.resolve_model()
+        decoder = load_decoder_config(path)
+        stored = stored_dtype(path) if config.load_format == "auto" else None
+        self.config = config.resolve(decoder, path, stored)
+        logger.info("configuration:\n%s", self.config.describe())
+        self.vocab_size = decoder.vocab_size
+        self.end_token_ids = load_end_token_ids(path, tokenizer)
+        self.counters = EngineCounters()
+        self.ranges = Ranges(enabled=self.config.nvtx)
+        self._runner = ModelRunner(self.config, decoder, self.end_token_ids, self.ranges)
+        self._blocks = BlockManager(
+            self._runner.num_kv_blocks,
+            self.config.block_size,
+            enable_prefix_caching=self.config.enable_prefix_caching,
+        )
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_num_seqs=self.config.max_num_seqs,
+                max_num_batched_tokens=self.config.max_num_batched_tokens,
+                max_model_len=self.config.max_model_len,
+                policy=self.config.policy,
+                max_prefill_chunk=self.config.max_prefill_chunk,
+                end_token_ids=self.end_token_ids,
+            ),
+            self._blocks,
+        )
+        self._sequences: dict[str, Sequence] = {}
+        self._num_requests = 0
+        self._seeds = random.Random(self.config.seed)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """True while `step` has something to do."""
+        return self.scheduler.has_unfinished
+
+    def check(self, token_ids: TokenIds, params: SamplingParams) -> np.ndarray:
+        """The prompt as [n] int32; raises InvalidRequestError if it can't be served."""
+        try:
+            ids = np.asarray(token_ids, dtype=np.int64).reshape(-1)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InvalidRequestError(
+                f"the prompt's token ids are not all whole numbers of 64 bits: {error}"
+            ) from None
+        self.scheduler.check(len(ids))
+        self._check_ids("the prompt's token id", ids)
+        self._check_ids("stop_token_ids", np.asarray(params.stop_token_ids, dtype=np.int64))
+        return ids.astype(np.int32)
+
+    def add_request(
+        self,
+        token_ids: TokenIds,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        arrival_time: float | None = None,
+    ) -> Sequence:
+        """Queue a request; it starts with one of the next steps.
+
+        Args:
+            token_ids: the prompt, ids below `vocab_size`.
+            params: how to sample, and when to stop.
+            request_id: a name of the caller's; None: a number is given.
+            priority: under policy "priority", lower runs first.
+            arrival_time: seconds of time.monotonic(); None: now.
+
+        Raises:
+            InvalidRequestError: nothing was queued.
+        """
+        ids = self.check(token_ids, params)
+        if request_id is None:
+            request_id = f"request-{self._num_requests}"
+        if request_id in self._sequences:
+            raise InvalidRequestError(
+                f"request_id={request_id!r} is in use by an unfinished request; give another"
+            )
+        sequence = Sequence(
+            request_id=request_id,
+            token_ids=ids,
+            num_prompt_tokens=len(ids),
+            params=params,
+            seed=self._seeds.getrandbits(64) if params.seed is None else params.seed % 2**64,
+            max_total_tokens=len(ids) + params.max_tokens,
+            arrival_index=self._num_requests,
+            arrival_time=time.monotonic() if arrival_time is None else arrival_time,
+            priority=priority,
+        )
+        self.scheduler.add(sequence)
+        self._sequences[request_id] = sequence
+        self._num_requests += 1
+        return sequence
+
+    def step(self) -> SequenceUpdates:
+        """Schedule one batch, run it, and take in its tokens.
+
+        If the batch fails, its sequences go back to the queue with all their tokens, and the
+        error is raised: the engine is as it was, and the caller may retry or abort.
+        """
+        with self.ranges("schedule"):
+            scheduled = self.scheduler.schedule()
+        if scheduled.num_seqs == 0:
+            return SequenceUpdates(sequences=[], token_ids=np.empty(0, np.int64), finished=[])
+        try:
+            output = self._runner.execute(scheduled)
+        except BaseException:
+            self.scheduler.rollback(scheduled)
+            raise
+        with self.ranges("update", scheduled.num_tokens):
+            updates = self.scheduler.update(scheduled, output)
+        self.counters.num_steps += 1
+        self.counters.num_prompt_tokens += scheduled.num_tokens - scheduled.num_decodes
+        self.counters.num_output_tokens += len(updates.sequences)
+        for sequence in updates.finished:
+            del self._sequences[sequence.request_id]
+        return updates
+
+    def abort(self, request_id: str) -> Sequence | None:
+        """End a request with reason "abort"; None if no such request is unfinished."""
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is not None:
+            self.scheduler.abort(sequence)
+        return sequence
+
+    def check_integrity(self) -> None:
+        """Recount all rows and blocks; AssertionError if anything is off."""
+        self.scheduler.check_integrity()
+
+    def _check_ids(self, what: str, ids: np.ndarray) -> None:
+        bad = np.flatnonzero((ids < 0) | (ids >= self.vocab_size))
+        if len(bad):
+            raise InvalidRequestError(
+                f"{what} {int(ids[bad[0]])} at place {int(bad[0])} is not in the model's "
+                f"vocabulary, 0 to {self.vocab_size - 1}"
+            )

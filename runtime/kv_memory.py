@@ -1,0 +1,102 @@
+"""How many KV blocks fit, with the arithmetic written out."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from .errors import ConfigError
+
+GIB = 1 << 30
+DEFAULT_CPU_BYTES = 4 * GIB
+DEFAULT_CPU_SHARE = 4  # at most a quarter of the memory that is free
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVPoolSize:
+    """The size of a KV pool and where it comes from."""
+
+    num_blocks: int
+    """Blocks, the null block included."""
+    arithmetic: str
+    """One line for the log."""
+
+
+def cuda_kv_bytes(*, total: int, utilization: float, in_use: int, activation_peak: int) -> int:
+    """Memory left for the KV pool on a GPU.
+
+    Args:
+        total: the device's memory, bytes.
+        utilization: share of it that the engine may use.
+        in_use: bytes that everything takes now, weights and other programs included.
+        activation_peak: bytes that the largest possible step takes on top while it runs.
+    """
+    return int(total * utilization) - in_use - activation_peak
+
+
+def cpu_kv_bytes(available: int | None = None) -> int:
+    """Default memory of the KV pool on a CPU: 4 GiB or a quarter of what is free."""
+    if available is None:
+        available = available_memory()
+    return min(DEFAULT_CPU_BYTES, available // DEFAULT_CPU_SHARE)
+
+
+def available_memory() -> int:
+    """Bytes that a process can still take without swapping, container limits respected."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for line in _lines("/proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    limit = _lines("/sys/fs/cgroup/memory.max")
+    used = _lines("/sys/fs/cgroup/memory.current")
+    if limit and used and limit[0] != "max":
+        available = min(available, int(limit[0]) - int(used[0]))
+    return max(available, 0)
+
+
+def size_kv_pool(
+    *,
+    num_bytes: int,
+    bytes_per_block: int,
+    block_size: int,
+    max_num_seqs: int,
+    max_blocks_per_seq: int,
+    num_blocks: int | None = None,
+) -> KVPoolSize:
+    """Blocks of a pool of `num_bytes`, or `num_blocks` usable ones if that is given.
+
+    Raises:
+        ConfigError: not even one usable block fits.
+    """
+    useful = max_num_seqs * max_blocks_per_seq
+    if num_blocks is not None:
+        usable, source = num_blocks, "num_kv_blocks"
+    else:
+        fitting = num_bytes // bytes_per_block - 1
+        usable = min(fitting, useful)
+        source = f"{num_bytes / GIB:.2f} GiB at {bytes_per_block / 1024:.1f} KiB a block"
+        if fitting > useful:
+            source += f", cut to what {max_num_seqs} sequences can use"
+    if usable < 1:
+        raise ConfigError(
+            f"{num_bytes} bytes hold no KV block besides the null block ({bytes_per_block} bytes "
+            f"each); raise kv_cache_bytes or gpu_memory_utilization, or lower "
+            f"max_num_batched_tokens"
+        )
+    size = (usable + 1) * bytes_per_block / GIB
+    return KVPoolSize(
+        num_blocks=usable + 1,
+        arithmetic=(
+            f"KV pool: {usable} blocks of {block_size} tokens + the null block = {size:.2f} GiB "
+            f"({source}); room for {usable * block_size} tokens, "
+            f"{usable / max_blocks_per_seq:.1f} sequences of full length"
+        ),
+    )
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        with open(path, encoding="ascii") as file:
+            return file.read().splitlines()
+    except OSError:
+        return []  # not this system's way of telling

@@ -102,7 +102,8 @@ class BlockManager:
             return hits
         num_blocks = (len(token_ids) - 1) // self.block_size
         parent = ROOT_UID
-        for content in self._contents(token_ids, 0, num_blocks, extra_key):
+        for index in range(num_blocks):
+            content = self._content(token_ids, index, extra_key)
             block = self._registered.get((parent, self._hash(content)))
             if block is None or block.content != content:
                 break
@@ -138,12 +139,12 @@ class BlockManager:
         if not self.enable_prefix_caching or sequence.chain_uid == BROKEN_CHAIN or first >= last:
             return
         chain = sequence.chain_uid
-        contents = self._contents(token_ids, first, last, sequence.extra_key)
-        for block, content in zip(sequence.blocks[first:last], contents, strict=True):
+        for index in range(first, last):
+            content = self._content(token_ids, index, sequence.extra_key)
             key = (chain, self._hash(content))
             known = self._registered.get(key)
             if known is None:
-                chain = self._register_block(block, key, content, step)
+                chain = self._register_block(sequence.blocks[index], key, content, step)
             elif known.content == content:
                 # Equal prompts that ran side by side: the first copy stays the one that is
                 # found, and this sequence goes on under the same chain.
@@ -230,14 +231,9 @@ class BlockManager:
         registered = sum(block.uid != UNREGISTERED for block in self._blocks)
         assert registered == len(self._registered), "a registered block can't be found"
 
-    def _contents(
-        self, token_ids: np.ndarray, first: int, last: int, extra_key: bytes
-    ) -> Iterable[bytes]:
-        size = self.block_size
-        data = token_ids[first * size : last * size].tobytes()
-        width = size * token_ids.itemsize
-        for start in range(0, len(data), width):
-            yield data[start : start + width] + extra_key
+    def _content(self, token_ids: np.ndarray, index: int, extra_key: bytes) -> bytes:
+        start = index * self.block_size
+        return token_ids[start : start + self.block_size].tobytes() + extra_key
 
     def _register_block(self, block: Block, key: tuple[int, int], content: bytes, step: int) -> int:
         self._last_uid += 1

@@ -132,10 +132,12 @@ def _sampling_batch(
     device: dict[str, torch.Tensor],
     end_token_ids: tuple[int, ...],
 ) -> SamplingBatch:
-    top_k, temperature = table.top_k[sampled_rows], table.temperature[sampled_rows]
     banned_rows: list[int] = []
     banned_ids: list[int] = []
-    for i in np.flatnonzero(output_positions < table.min_tokens[sampled_rows]).tolist():
+    early = np.empty(0, dtype=np.int64)
+    if table.num_min_tokens:
+        early = np.flatnonzero(output_positions < table.min_tokens[sampled_rows])
+    for i in early.tolist():
         params = table.params[sampled_rows[i]]
         assert params is not None, "a sampled row has no sequence"
         ids = params.stop_token_ids + (() if params.ignore_eos else end_token_ids)
@@ -151,10 +153,10 @@ def _sampling_batch(
         uniforms=device["uniforms"],
         banned_rows=_to_device(banned_rows, target) if has_bans else None,
         banned_token_ids=_to_device(banned_ids, target) if has_bans else None,
-        all_greedy=not temperature.any(),
-        max_top_k=int(top_k.max(initial=0)),
-        any_top_p=bool((table.top_p[sampled_rows] < 1).any()),
-        any_min_p=bool((table.min_p[sampled_rows] > 0).any()),
+        all_greedy=not table.num_random,
+        max_top_k=int(table.top_k[sampled_rows].max(initial=0)) if table.num_top_k else 0,
+        any_top_p=bool(table.num_top_p),
+        any_min_p=bool(table.num_min_p),
     )
 
 

@@ -28,11 +28,14 @@ class RowTable:
         self.min_p = np.zeros(max_num_seqs, dtype=np.float32)
         self.min_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.params: list[SamplingParams | None] = [None] * max_num_seqs
+        self.num_random = self.num_top_k = self.num_top_p = self.num_min_p = 0
+        """Rows that use temperature above 0, top_k, ...: what nobody uses needs no work."""
+        self.num_min_tokens = 0
 
     def apply(self, scheduled: ScheduledBatch) -> None:
         """Take in what changed since the last step: leavers, newcomers, new blocks."""
         for row in scheduled.released_rows.tolist():
-            self.params[row] = None
+            self._clear_params(row)
         admitted = scheduled.admitted_rows
         if len(admitted):
             # A row starts from null blocks, whatever its last sequence left there.
@@ -46,9 +49,23 @@ class RowTable:
         )
 
     def _set_params(self, row: int, params: SamplingParams) -> None:
+        self._clear_params(row)  # a step that failed may have swallowed the release
         self.params[row] = params
+        self._count(params, 1)
         self.temperature[row] = params.temperature
         self.top_k[row] = max(params.top_k, 0)
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
         self.min_tokens[row] = params.min_tokens
+
+    def _clear_params(self, row: int) -> None:
+        params, self.params[row] = self.params[row], None
+        if params is not None:
+            self._count(params, -1)
+
+    def _count(self, params: SamplingParams, change: int) -> None:
+        self.num_random += change * (params.temperature > 0)
+        self.num_top_k += change * (params.top_k > 0)
+        self.num_top_p += change * (params.top_p < 1)
+        self.num_min_p += change * (params.min_p > 0)
+        self.num_min_tokens += change * (params.min_tokens > 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -43,7 +44,7 @@ class StagingBuffer:
         offsets, end = {}, 0
         for name, (dtype, shape) in fields.items():
             offsets[name] = end
-            num_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+            num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
             end += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         if self._copied is not None:
             self._copied.synchronize()  # sync: the last copy still reads this buffer

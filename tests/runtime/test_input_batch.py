@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -136,8 +138,30 @@ def test_sampling_inputs_follow_the_sampled_rows():
     assert sampling.top_k.tolist() == [0, 9]
     assert (sampling.max_top_k, sampling.any_top_p, sampling.any_min_p) == (9, True, True)
     assert not sampling.all_greedy
-    greedy = packed(scheduled(sequences, num_decodes=1, sampled=[0], params=params)).sampling
-    assert (greedy.all_greedy, greedy.max_top_k, greedy.any_top_p) == (True, 0, False)
+
+
+def test_a_stage_that_no_running_row_uses_is_skipped():
+    table, staging = RowTable(8, 64, 4), StagingBuffer(CPU)
+    plain = (0, [1], 0, [1])
+    fancy = SamplingParams(temperature=0.7, top_k=9, top_p=0.8, min_p=0.1, min_tokens=2)
+
+    def flags(batch):
+        table.apply(batch)
+        sampling = pack(table, batch, staging, (0,)).sampling
+        flags = (sampling.all_greedy, sampling.max_top_k, sampling.any_top_p, sampling.any_min_p)
+        return (*flags, sampling.banned_rows is not None)
+
+    greedy = [SamplingParams(temperature=0)]
+    first = scheduled([plain], num_decodes=0, sampled=[0], params=greedy)
+    assert flags(first) == (True, 0, False, False, False)
+    second = scheduled([(1, [1], 0, [2])], num_decodes=0, sampled=[0], params=[fancy])
+    assert flags(second) == (False, 9, True, True, True)
+    # The row is admitted anew although its release was never told, then told.
+    assert flags(second) == (False, 9, True, True, True)
+    left = dataclasses.replace(
+        scheduled([plain], num_decodes=0, sampled=[0], params=greedy), released_rows=np.array([1])
+    )
+    assert flags(left) == (True, 0, False, False, False)
 
 
 def test_draws_depend_on_seed_and_output_position_alone():

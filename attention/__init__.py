@@ -1,0 +1,20 @@
+"""Paged attention: KV cache layout, step metadata, and the backends that compute it."""
+
+from .backend import AttentionBackend, AttentionPlan, BoundAttention, LayerAttention
+from .metadata import AttentionMetadata, AttentionSpec
+from .paged_kv_cache import PagedKVCache, write_kv
+from .selection import backend_names, rejected_backends, select_backend
+
+__all__ = [
+    "AttentionBackend",
+    "AttentionMetadata",
+    "AttentionPlan",
+    "AttentionSpec",
+    "BoundAttention",
+    "LayerAttention",
+    "PagedKVCache",
+    "backend_names",
+    "rejected_backends",
+    "select_backend",
+    "write_kv",
+]

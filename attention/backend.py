@@ -1,0 +1,89 @@
+"""What every attention backend offers: plan once per step, run once per layer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from .metadata import AttentionMetadata, AttentionSpec
+    from .paged_kv_cache import PagedKVCache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AttentionPlan:
+    """What a backend's plan() made for one step; each backend derives its own type."""
+
+
+class AttentionBackend(ABC):
+    """Computes causal attention over the paged KV cache for one model on one device."""
+
+    name: ClassVar[str]
+    """What users call the backend, as in select_backend(name, spec)."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec = spec
+
+    @classmethod
+    @abstractmethod
+    def unsupported_reasons(cls, spec: AttentionSpec) -> list[str]:
+        """Say why this backend can't run spec here; an empty list means that it can."""
+
+    @abstractmethod
+    def plan(self, metadata: AttentionMetadata) -> AttentionPlan:
+        """Do the host's work for one step. The plan serves every layer of that step."""
+
+    @abstractmethod
+    def run(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: PagedKVCache,
+        plan: AttentionPlan,
+    ) -> torch.Tensor:
+        """Write the step's keys and values into the cache, then attend.
+
+        All rows are written before any is read, since equal prompts of one step may share
+        blocks.
+
+        Args:
+            layer: which layer's cache and window to use.
+            query: [num_tokens, num_heads, head_dim], last dimension contiguous.
+            key: [num_tokens, num_kv_heads, head_dim], last dimension contiguous.
+            value: like key.
+            cache: changed in place.
+            plan: what this backend's plan() returned for the step.
+
+        Returns:
+            [num_tokens, num_heads, head_dim], contiguous. Padded rows are finite.
+        """
+
+
+class LayerAttention(Protocol):
+    """Attention as a model sees it: tensors in, tensor out, everything else bound."""
+
+    def __call__(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Attend in one layer; shapes as in AttentionBackend.run."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BoundAttention:
+    """A LayerAttention for one step: a backend, its plan, and the cache it works on."""
+
+    backend: AttentionBackend
+    plan: AttentionPlan
+    cache: PagedKVCache
+
+    def __call__(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Run the backend on one layer; see AttentionBackend.run."""
+        return self.backend.run(layer, query, key, value, self.cache, self.plan)

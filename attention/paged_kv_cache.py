@@ -1,0 +1,79 @@
+"""The paged KV cache: who owns the memory, and how a step's keys and values get into it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .metadata import AttentionSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PagedKVCache:
+    """Keys and values of every layer, in blocks that block tables point to.
+
+    One allocation holds all layers; what is handed out are per-layer views::
+
+        storage   | layer 0: keys, values | layer 1: keys, values | ...
+        keys[i]   block 0 (null) | block 1 | block 2 | ...
+        block     block_size slots, each [num_kv_heads, head_dim]
+        slot      block_id * block_size + offset
+
+    Compiled code takes these views as arguments. It must not index a stacked tensor, since
+    Inductor can lose the storage offset of such an index under dynamic shapes.
+    """
+
+    keys: tuple[torch.Tensor, ...]
+    """Per layer [num_blocks, block_size, num_kv_heads, head_dim], contiguous."""
+    values: tuple[torch.Tensor, ...]
+    """Like keys."""
+
+    @classmethod
+    def allocate(cls, spec: AttentionSpec, num_blocks: int) -> PagedKVCache:
+        """Make a cache of num_blocks blocks, the null block among them.
+
+        It is filled with zeros, so that the null block is finite before anything is written.
+        """
+        if num_blocks < 2:
+            raise ValueError(
+                f"num_blocks must be at least 2 (block 0 is the null block), got {num_blocks}"
+            )
+        shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+        storage = torch.zeros((spec.num_layers, 2, *shape), dtype=spec.dtype, device=spec.device)
+        return cls(
+            keys=tuple(storage[layer, 0] for layer in range(spec.num_layers)),
+            values=tuple(storage[layer, 1] for layer in range(spec.num_layers)),
+        )
+
+    @staticmethod
+    def bytes_per_block(spec: AttentionSpec) -> int:
+        """Bytes that one block takes over all layers, keys and values together."""
+        elements = spec.block_size * spec.num_kv_heads * spec.head_dim
+        return 2 * spec.num_layers * elements * spec.dtype.itemsize
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the cache, the null block included."""
+        return self.keys[0].shape[0]
+
+
+def write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Write row t of key and value to slot slot_mapping[t] of one layer's cache.
+
+    Args:
+        key: [num_tokens, num_kv_heads, head_dim], any strides, of the cache's dtype.
+        value: like key.
+        keys: [num_blocks, block_size, num_kv_heads, head_dim], contiguous; changed in place.
+        values: like keys.
+        slot_mapping: [num_tokens] int64, on the cache's device. Live rows have distinct
+            slots; padded rows share those of the null block, and any of them may win.
+    """
+    keys.view(-1, *keys.shape[2:]).index_copy_(0, slot_mapping, key)
+    values.view(-1, *values.shape[2:]).index_copy_(0, slot_mapping, value)

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from attention import (
+    AttentionBackend,
+    AttentionSpec,
+    backend_names,
+    rejected_backends,
+    select_backend,
+    selection,
+)
+from attention.torch_backend import TorchBackend
+
+
+class UnavailableBackend(TorchBackend):
+    name = "unavailable"
+
+    @classmethod
+    def unsupported_reasons(cls, spec: AttentionSpec) -> list[str]:
+        return ["its package is missing", f"head size {spec.head_dim} is too small"]
+
+
+@pytest.fixture
+def with_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A registry whose preferred backend can't run, as on a machine without its package."""
+    loaders = {"unavailable": lambda: UnavailableBackend, **selection._LOADERS}
+    monkeypatch.setattr(selection, "_LOADERS", loaders)
+
+
+def test_a_backend_is_selected_by_name(make_spec: Callable[..., AttentionSpec]) -> None:
+    spec = make_spec()
+    backend = select_backend("torch", spec)
+    assert backend.name == "torch"
+    assert backend.spec is spec
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones(
+    make_spec: Callable[..., AttentionSpec],
+) -> None:
+    with pytest.raises(ValueError, match=r"unknown attention backend 'torhc'; .*auto, torch"):
+        select_backend("torhc", make_spec())
+
+
+@pytest.mark.usefixtures("with_unavailable")
+def test_a_named_backend_that_can_not_run_is_refused_with_all_reasons(
+    make_spec: Callable[..., AttentionSpec],
+) -> None:
+    with pytest.raises(
+        ValueError, match=r"'unavailable' can't run here: its package is missing; head size 16"
+    ):
+        select_backend("unavailable", make_spec())
+
+
+@pytest.mark.usefixtures("with_unavailable")
+def test_auto_logs_its_choice_and_why_others_were_passed_over(
+    make_spec: Callable[..., AttentionSpec], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="stepgraph.attention"):
+        backend = select_backend("auto", make_spec())
+    assert backend.name == "torch"
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO
+    assert record.getMessage() == (
+        "attention backend: torch (auto); passed over: "
+        "unavailable (its package is missing; head size 16 is too small)"
+    )
+
+
+def test_auto_takes_the_preferred_one_of_those_that_can_run(
+    make_spec: Callable[..., AttentionSpec],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class PreferredBackend(TorchBackend):
+        name = "preferred"
+
+    loaders: dict[str, Callable[[], type[AttentionBackend]]] = {
+        "preferred": lambda: PreferredBackend,
+        **selection._LOADERS,
+    }
+    monkeypatch.setattr(selection, "_LOADERS", loaders)
+    with caplog.at_level(logging.INFO, logger="stepgraph.attention"):
+        assert select_backend("auto", make_spec()).name == "preferred"
+    assert "torch (can run, but preferred is preferred)" in caplog.text
+    assert backend_names() == ("preferred", "torch")
+
+
+def test_auto_raises_with_every_reason_when_nothing_can_run(
+    make_spec: Callable[..., AttentionSpec],
+) -> None:
+    with pytest.raises(ValueError, match=r"no attention backend can run here. torch: dtype torch"):
+        select_backend("auto", make_spec(dtype=torch.int8))
+
+
+@pytest.mark.usefixtures("with_unavailable")
+def test_rejected_backends_maps_names_to_all_reasons(
+    make_spec: Callable[..., AttentionSpec],
+) -> None:
+    assert rejected_backends(make_spec()) == {
+        "unavailable": ["its package is missing", "head size 16 is too small"]
+    }
+    assert set(rejected_backends(make_spec(dtype=torch.int8))) == {"unavailable", "torch"}
+
+
+def test_importing_attention_starts_no_cuda_and_imports_no_vendor_or_upper_layer() -> None:
+    program = (
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        "import attention\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "tops = {name.split('.')[0] for name in set(sys.modules) - before}\n"
+        "others = {'flashinfer', 'flash_attn', 'triton', 'transformers', 'runtime', 'graphs'}\n"
+        "assert not tops & others, tops & others\n"
+    )
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=root)

@@ -160,7 +160,7 @@ class Scheduler:
             self._schedule_decodes(step)
             self._schedule_prompts(step)
         assert not (step.is_empty and self.has_unfinished), "an empty step: nothing would end"
-        completed = step.completed_prompts()
+        completed = step.completed_prompts()  # their next tokens are decodes
         scheduled = step.build(self._next_step, self._released_rows)
         self._released_rows = []
         self._rows_in_flight = set(scheduled.rows.tolist())
@@ -168,7 +168,8 @@ class Scheduler:
         if completed:
             self._decoding += completed
             self._decode_rows = None
-            self._prefilling = [s for s in self._prefilling if s not in completed]
+            gone = set(completed)
+            self._prefilling = [s for s in self._prefilling if s not in gone]
         return scheduled
 
     def _schedule_decodes(self, step: StepBuilder) -> None:
@@ -192,25 +193,23 @@ class Scheduler:
         step.add_decodes(rows)
 
     def _schedule_prompts(self, step: StepBuilder) -> None:
-        num_preemptions = self.num_preemptions
         for sequence in list(self._prefilling):
             if step.budget == 0:
                 return
             if sequence.status is SequenceStatus.RUNNING:  # not preempted by one before it
                 self._schedule_chunk(step, sequence)
-        if self.num_preemptions == num_preemptions:
-            self._admit(step)
+        self._admit(step)
 
     def _admit(self, step: StepBuilder) -> None:
-        manager = self._blocks
+        manager, reserved = self._blocks, self._reserved_blocks()
         while step.budget > 0 and self._table.num_free_rows > 0:
             sequence = self._waiting.peek()
             if sequence is None or not self._may_start(sequence):
                 return
             hits = manager.find_prefix(sequence.token_ids, sequence.extra_key)
-            needed = manager.blocks_for(len(sequence.token_ids)) - len(hits)
-            needed += manager.num_free_hits(hits)
-            if needed + self._reserved_blocks() > manager.num_free_blocks:
+            num_blocks = manager.blocks_for(len(sequence.token_ids))
+            needed = num_blocks - len(hits) + manager.num_free_hits(hits)
+            if needed + reserved > manager.num_free_blocks:
                 return  # strictly in order: smaller ones behind it must not starve it
             self._waiting.pop()
             manager.claim(sequence, hits)
@@ -224,6 +223,7 @@ class Scheduler:
             step.add_admission(sequence)
             step.add_blocks(sequence, 0)
             self._schedule_chunk(step, sequence)
+            reserved += num_blocks - len(sequence.blocks)
 
     def _may_start(self, sequence: Sequence) -> bool:
         """False for a victim of a shortage that nobody's end has relieved yet."""

@@ -88,6 +88,12 @@ def test_bad_input_is_refused_by_place_before_anything_is_queued(llm, prompts, p
     assert not llm.engine.has_unfinished
 
 
+@pytest.mark.parametrize("prompt", [[1.5], [[1, 2]], [True], ["a"], [2**70], [None], np.ones(2)])
+def test_the_engine_refuses_what_is_not_a_flat_list_of_whole_numbers(llm, prompt):
+    with pytest.raises(InvalidRequestError, match="flat list of whole numbers"):
+        llm.engine.add_request(prompt, GREEDY)
+
+
 def test_a_refused_call_leaves_nothing_for_the_next_one(llm):
     with pytest.raises(InvalidRequestError):
         llm.generate(["ok one", [5] * 600, "ok two"], GREEDY, use_tqdm=False)

@@ -315,6 +315,23 @@ def test_ctrl_c_is_raised_between_steps_and_leaves_a_clean_engine(llm, monkeypat
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_ctrl_c_in_a_stream_comes_after_the_step(llm, monkeypatch):
+    engine = llm.engine
+    step = engine.step
+
+    def interrupted():
+        os.kill(os.getpid(), signal.SIGINT)
+        return step()
+
+    stream = llm.stream_chat([{"role": "user", "content": "hi"}], GREEDY)
+    next(stream)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(stream)
+    assert not engine.has_unfinished
+
+
 def test_request_ids_are_unique_among_unfinished_requests(llm):
     engine = llm.engine
     engine.add_request([1], GREEDY, request_id="mine")

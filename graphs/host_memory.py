@@ -25,7 +25,7 @@ class Layout(NamedTuple):
         """The layout of tensor as it is now."""
         return cls(
             dtype=tensor.dtype,
-            offset=tensor.storage_offset(),
+            offset=int(tensor.storage_offset()),
             size=tuple(tensor.size()),
             stride=tensor.stride(),
             is_inference=tensor.is_inference(),

@@ -99,11 +99,11 @@ class Tape:
                 raise RuntimeError(f"replay of {call.name} failed: {error}") from error
 
 
-class HostAccessGuard(TorchFunctionMode):  # type: ignore[no-untyped-call]
+class HostAccessGuard(TorchFunctionMode):
     """Refuses what reads tensors on the host, and knows which function is running."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.running: list[tuple[str, tuple[Any, ...]]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -117,11 +117,11 @@ class HostAccessGuard(TorchFunctionMode):  # type: ignore[no-untyped-call]
             self.running.pop()
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Appends every leaf operator that runs to a tape."""
 
     def __init__(self, tape: Tape, arena: Arena, guard: HostAccessGuard) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._tape = tape
         self._arena = arena
         self._guard = guard

@@ -150,18 +150,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def record(self, name: str, fn: Callable[..., Any], args: Any, kwargs: Any, made: Any) -> None:
         """Append one call that has run, unless it only made views."""
         operands, structure = pytree.tree_flatten((args, kwargs))
-        given = {storage_key(v) for v in operands if isinstance(v, torch.Tensor)}
+        known = {storage_key(v) for v in operands if isinstance(v, torch.Tensor)}
         made = pytree.tree_leaves(made)
+        fresh: set[int] = set()  # several results may lie in one new storage
         results = []
         for place, tensor in enumerate(made):
-            if not isinstance(tensor, torch.Tensor) or storage_key(tensor) in given:
+            if not isinstance(tensor, torch.Tensor):
                 continue
-            if (
-                storage_key(tensor) not in self._arena
-                and storage_key(tensor) not in self._externals
-            ):
+            key = storage_key(tensor)
+            if key not in fresh:
+                if key in known or key in self._arena or key in self._externals:
+                    continue
                 self._own(tensor)
-                results.append((place, frozen(tensor)))
+                fresh.add(key)
+            results.append((place, frozen(tensor)))
         if isinstance(fn, OpOverload) and not results and made and not fn._schema.is_mutable:
             return
         self._tape.calls.append(

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 import torch
 
+from attention import AttentionSpec
+from attention.torch_backend import TorchBackend
 from graphs import CaptureError, GraphOptions, GraphRunner, Launch
 from graphs.host_graph import HostGraphPool
+from runtime.models import load_decoder, load_decoder_config
 from tests.graphs.padded_attention import PaddedBackend
 from tests.graphs.traffic import (
     BLOCK_SIZE,
     BUDGET,
     MAX_BLOCKS,
+    MAX_MODEL_LEN,
     MAX_SEQS,
     Comparison,
     Traffic,
@@ -35,7 +40,9 @@ def model():
 
 
 class Setup:
-    def __init__(self, model, mode, *, backend=None, model_to_capture=None, **options) -> None:
+    def __init__(
+        self, model, mode, *, backend=None, model_to_capture=None, tolerance=1e-5, **options
+    ) -> None:
         self.backend = backend or PaddedBackend(tiny_spec(CPU))
         self.cache = poisoned_cache(self.backend.spec)
         defaults = {"decode_sizes": DECODE_SIZES, "mixed_sizes": MIXED_SIZES}
@@ -53,7 +60,9 @@ class Setup:
         )
         self.runner.capture()
         assert not self.runner.dropped
-        self.comparison = Comparison(model, self.backend, self.runner, self.cache)
+        self.comparison = Comparison(
+            model, self.backend, self.runner, self.cache, tolerance=tolerance
+        )
 
     def serve(self, traffic: Traffic) -> list[Launch]:
         """Run all that is queued, each step compared; the launches taken."""
@@ -118,6 +127,29 @@ def test_random_mixed_traffic_equals_eager(model, mode, seed):
     )
 
 
+@pytest.mark.slow
+def test_smollm2_on_three_sizes_equals_eager(smollm2):
+    """A real model; only three sizes, since a tape keeps every intermediate."""
+    config = dataclasses.replace(
+        load_decoder_config(smollm2), max_position_embeddings=MAX_MODEL_LEN
+    )
+    model = load_decoder(config, smollm2, dtype=torch.float32, device=CPU)
+    spec = AttentionSpec(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=torch.float32,
+        device=CPU,
+        block_size=BLOCK_SIZE,
+        windows=config.windows,
+        scale=config.head_dim**-0.5,
+    )
+    sizes = {"decode_sizes": (2, 4), "mixed_sizes": (BUDGET,)}
+    setup = Setup(model, "full_and_piecewise", backend=PaddedBackend(spec), tolerance=1e-3, **sizes)
+    launches = setup.serve(decode_traffic(4, length=4)) + setup.serve(decode_traffic(2, length=6))
+    assert {launch.size for launch in launches if launch.mode != "eager"} == {2, 4, BUDGET}
+
+
 def test_lengths_that_jump_within_one_bucket(model):
     setup = Setup(model, "full_and_piecewise")
     for length in (2, 40, 1, 17, 16, 15):
@@ -125,8 +157,6 @@ def test_lengths_that_jump_within_one_bucket(model):
 
 
 def test_a_backend_without_full_graphs_is_piecewise_throughout(model, caplog):
-    from attention.torch_backend import TorchBackend
-
     setup = Setup(model, "full_and_piecewise", backend=TorchBackend(tiny_spec(CPU)))
     assert {launch.mode for launch in setup.serve(decode_traffic(3))} == {"piecewise"}
     assert "can't be part of a full graph" in caplog.text

@@ -286,6 +286,19 @@ def test_leaf_is_one_call_of_the_tape_and_plain_elsewhere():
     assert opaque(torch.ones(1, 1), scale=3.0)[0].tolist() == [3.0, 3.0]
 
 
+def test_results_of_a_leaf_may_share_new_memory():
+    @leaf
+    def split(x):
+        both = x.repeat(2)
+        return both[:2], both[2:]
+
+    x = torch.ones(2)
+    graph, (left, right) = graph_of(split, x)
+    x.fill_(3.0)
+    graph.replay()
+    assert left.tolist() == right.tolist() == [3.0, 3.0]
+
+
 def test_compiled_function_is_recorded_uncompiled():
     compiled = torch.compile(lambda x: torch.relu(x * 2) + 1, backend="eager")
     x = torch.ones(4)

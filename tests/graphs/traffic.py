@@ -149,11 +149,20 @@ class Traffic:
 class Comparison:
     """Runs each step three times: by the runner, eagerly on its padded inputs, and unpadded."""
 
-    def __init__(self, model: Decoder, backend: TorchBackend, runner: GraphRunner, cache) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        backend: TorchBackend,
+        runner: GraphRunner,
+        cache: PagedKVCache,
+        *,
+        tolerance: float = 1e-5,
+    ) -> None:
         self.model = model
         self._compute_logits = model.compute_logits
         self._backend = backend
         self._runner = runner
+        self._tolerance = tolerance
         self._cache = cache
         self._reference = TorchBackend(backend.spec)
         num_blocks = cache.num_blocks
@@ -177,7 +186,7 @@ class Comparison:
         assert caches_equal(self._cache, self._twin_cache)
         plan = self._reference.plan(batch.metadata)
         reference = self._run(self._reference, plan, self._reference_cache, batch)
-        torch.testing.assert_close(hidden, reference, rtol=0, atol=1e-5)
+        torch.testing.assert_close(hidden, reference, rtol=0, atol=self._tolerance)
         rows = batch.logits_indices
         token_ids = self._compute_logits(hidden[rows]).argmax(-1)
         assert torch.equal(token_ids, self._compute_logits(reference[rows]).argmax(-1))

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import (
 )
 
 from .graph import CaptureError
-from .host_memory import Arena, ExternalTensor, frozen, poison_value, storage_key
+from .host_memory import Arena, ExternalTensor, frozen, storage_key
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -142,7 +142,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._record_number(result)
         elif func._schema.name in _ALLOCATIONS:
             self._own(result)
-            result.fill_(poison_value(result.dtype))
         elif torch.Tag.inplace_view not in func.tags:
             self.record(_qualified_name(func), func, args, kwargs, result)
         return result

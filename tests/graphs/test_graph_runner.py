@@ -492,7 +492,7 @@ def plant_stale_row(setup, which, owner, padded, slot):
 
 
 def test_padding_of_decode_steps_is_null_after_larger_steps(model):
-    """Eight long sequences, then fewer short ones in the same bucket: nothing stale is left."""
+    """Six long sequences, then four short ones in the same bucket: nothing stale is left."""
     setup = Setup(model, "full", decode_sizes=(MAX_SEQS,))
     seen = []
     plan = setup.backend.plans[MAX_SEQS]
@@ -507,7 +507,8 @@ def test_padding_of_decode_steps_is_null_after_larger_steps(model):
 
     inputs = setup.runner._inputs
     plan.refresh = spy
-    setup.serve(decode_traffic(6, length=15, max_tokens=4))
+    setup.serve(decode_traffic(6, length=2, max_tokens=12))
+    assert seen[-1][0][0].tolist() == [13] * 6
     setup.serve(decode_traffic(4, length=2, max_tokens=4))
     host, device, (slots, ids, positions), cu_seqlens_k = seen[-1]
     for contexts, tables in (host, device):
@@ -516,6 +517,6 @@ def test_padding_of_decode_steps_is_null_after_larger_steps(model):
         assert not tables[:4, 2:].any()
         assert tables[:4, 0].all()
     assert all(np.array_equal(a, b) for a, b in zip(host, device, strict=True))
-    assert (slots[4:] < 4).all()
-    assert ids[4:].tolist() == positions[4:].tolist() == [0, 0]
+    assert (slots[4:6] < BLOCK_SIZE).all()
+    assert ids[4:6].tolist() == positions[4:6].tolist() == [0, 0]
     assert cu_seqlens_k[4:].unique().numel() == 1

@@ -1,5 +1,23 @@
 """How a forward pass is launched. Knows tensors, not requests."""
 
+from .decode_graph import CapturablePlan, GraphSupport
 from .eager_runner import EagerRunner, ForwardModel
+from .graph import CaptureError, Graph, GraphPool
+from .graph_runner import GraphMode, GraphOptions, GraphRunner, PreparedStep
+from .step_statistics import Launch, StepStatistics
 
-__all__ = ["EagerRunner", "ForwardModel"]
+__all__ = [
+    "CapturablePlan",
+    "CaptureError",
+    "EagerRunner",
+    "ForwardModel",
+    "Graph",
+    "GraphMode",
+    "GraphOptions",
+    "GraphPool",
+    "GraphRunner",
+    "GraphSupport",
+    "Launch",
+    "PreparedStep",
+    "StepStatistics",
+]

@@ -1,0 +1,321 @@
+"""Runs each step under the captured graph that fits it, and eagerly where none does."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from attention import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionPlan,
+    BoundAttention,
+    PagedKVCache,
+)
+
+from .decode_graph import DecodeGraph, GraphSupport
+from .eager_runner import ForwardModel
+from .graph import GraphPool
+from .mixed_graph import MixedGraph
+from .static_inputs import StaticInputs
+from .step_statistics import Launch, StepStatistics
+
+logger = logging.getLogger("stepgraph.graphs")
+
+GraphMode = Literal["none", "full", "piecewise", "full_and_piecewise"]
+Bucket = tuple[Literal["full", "piecewise"], int]
+
+MAX_PADDING = 2
+"""A step is never padded to more than this many times its tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphOptions:
+    """What is captured. Raises ValueError for an unknown mode and for impossible sizes."""
+
+    mode: GraphMode
+    """full: uniform decode only; piecewise: every step; full_and_piecewise: uniform decode in
+    full graphs, all else (and decode that no full graph fits) piecewise; none: nothing."""
+    decode_sizes: tuple[int, ...]
+    """Numbers of sequences, for full graphs."""
+    mixed_sizes: tuple[int, ...]
+    """Numbers of tokens, for piecewise graphs."""
+    max_blocks_per_seq: int
+    """Columns of the widest block table that can occur."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(GraphMode):
+            raise ValueError(
+                f"graph mode must be one of {', '.join(get_args(GraphMode))}, got {self.mode!r}"
+            )
+        for name in ("decode_sizes", "mixed_sizes"):
+            sizes = getattr(self, name)
+            if any(size < 1 for size in sizes):
+                raise ValueError(f"{name} must be at least 1, got {sizes}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PreparedStep:
+    """One step, copied in and planned: valid until the next one is prepared."""
+
+    launch: Launch
+    number: int
+    """Counts the steps prepared, so that a stale one is noticed."""
+    num_tokens: int
+    """Real tokens."""
+    input_ids: torch.Tensor
+    """[launch.size] padded; a slice of the static buffer if a graph runs."""
+    positions: torch.Tensor
+    """[launch.size], likewise."""
+    plan: AttentionPlan
+    """Of the padded step."""
+
+
+class GraphRunner:
+    """Captures a model's forward at some sizes, and launches steps at the nearest one.
+
+    How a model runner uses it, once the KV pool is allocated (its addresses are captured)::
+
+        runner = GraphRunner(model, backend, cache, options, pool, graph_support=...)
+        runner.capture(progress=tqdm)                   # before the first step
+        ...
+        launch = runner.dispatch(num_tokens, num_seqs, is_uniform_decode)
+        step = runner.prepare(launch, batch.input_ids, batch.positions, batch.metadata)
+        hidden = runner.run(step, batch.logits_indices)  # [num_sampled, hidden_size]
+        ... compute_logits(hidden), sample, copy the ids to the host ...
+        runner.statistics.add_seconds(step.launch, elapsed)
+
+    `prepare` is the host's work (the range "plan"), `run` the device's (the range "forward").
+    They alternate: a prepared step is run before the next is prepared. On CUDA both only queue
+    work on the current stream, which orders them after earlier steps. `run` returns memory of
+    its own, which no later step overwrites.
+
+    To estimate graph memory, capture the largest sizes alone against a cache of two blocks,
+    read what the device has allocated, and drop that runner and its pool.
+
+    Args:
+        model: the forward, compiled or not; captured as it is.
+        backend: computes attention; plans anew for each step.
+        cache: the KV pool.
+        options: the mode and the sizes.
+        pool: memory that all graphs share, and which kind of graph they are.
+        graph_support: the backend's offer for full graphs; None: it has none, so full graphs
+            are left out, and said so.
+    """
+
+    def __init__(
+        self,
+        model: ForwardModel,
+        backend: AttentionBackend,
+        cache: PagedKVCache,
+        options: GraphOptions,
+        pool: GraphPool,
+        *,
+        graph_support: GraphSupport | None = None,
+    ) -> None:
+        self._model = model
+        self._backend = backend
+        self._cache = cache
+        self._pool = pool
+        self._support = graph_support
+        self._options = options
+        self._buckets = _wanted_buckets(options, graph_support)
+        sizes = [size for _, size in self._buckets]
+        seqs = [size for mode, size in self._buckets if mode == "full"]
+        self._inputs = StaticInputs(
+            max_tokens=max(sizes, default=0),
+            max_seqs=max(seqs, default=0),
+            max_blocks=options.max_blocks_per_seq,
+            block_size=backend.spec.block_size,
+            device=backend.spec.device,
+        )
+        self._hidden = torch.empty(0)
+        self._full: dict[int, DecodeGraph] = {}
+        self._piecewise: dict[int, MixedGraph] = {}
+        self._ladders: dict[str, list[int]] = {"full": [], "piecewise": []}
+        self._num_prepared = 0
+        self.dropped: dict[Bucket, str] = {}
+        """Sizes that have no graph though they were wanted, and why."""
+        self.statistics = StepStatistics()
+        """Of all steps run so far."""
+
+    def captured_sizes(self, mode: Literal["full", "piecewise"]) -> tuple[int, ...]:
+        """Sizes that have a graph of the mode, ascending."""
+        return tuple(self._ladders[mode])
+
+    @torch.inference_mode()
+    def capture(self, progress: Callable[[Sequence[Bucket]], Iterable[Bucket]] = iter) -> None:
+        """Capture all sizes, the largest first, so that the smaller ones reuse its memory.
+
+        A size that can't be captured is left out with a warning.
+
+        Args:
+            progress: wraps the list of sizes to be captured, as tqdm does.
+        """
+        if not self._buckets:
+            return
+        largest = max(size for _, size in self._buckets)
+        attend = self._bind(self._backend.plan(self._inputs.dummy_mixed(largest)))
+        inputs = self._inputs
+        hidden = self._model(inputs.input_ids[:largest], inputs.positions[:largest], attend)
+        self._hidden = torch.zeros_like(hidden)
+        for mode, size in progress(self._buckets):
+            try:
+                self._capture(mode, size)
+            except RuntimeError as error:  # out of memory is one too
+                self.dropped[mode, size] = str(error)
+                logger.warning(
+                    "no %s graph for size %d, its steps use the next larger one or run eagerly: %s",
+                    *(mode, size, error),
+                )
+        self._update_ladders()
+
+    def dispatch(self, num_tokens: int, num_seqs: int, uniform: bool) -> Launch:
+        """Choose how to run a step.
+
+        Args:
+            num_tokens: real tokens.
+            num_seqs: sequences.
+            uniform: whether every query length is one.
+        """
+        assert not uniform or num_tokens == num_seqs, "a uniform step has one token per sequence"
+        fall = ""
+        modes: tuple[Literal["full", "piecewise"], ...] = ("full", "piecewise")
+        for mode in modes if uniform else modes[1:]:
+            ladder = self._ladders[mode]
+            if not ladder:
+                continue
+            place = bisect.bisect_left(ladder, num_tokens)
+            if place == len(ladder):
+                fall = "above the largest size"
+            elif ladder[place] > MAX_PADDING * num_tokens:
+                fall = f"padding above {MAX_PADDING}x"
+            else:
+                return Launch(mode=mode, size=ladder[place])
+        if not fall and any(mode == "piecewise" or uniform for mode, _ in self._buckets):
+            fall = "no graph captured"
+        return Launch(mode="eager", size=num_tokens, fall=fall)
+
+    @torch.inference_mode()
+    def prepare(
+        self,
+        launch: Launch,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> PreparedStep:
+        """Copy a step into the static inputs, padded to launch.size, and plan its attention.
+
+        Args:
+            launch: what `dispatch` chose.
+            input_ids: [num_tokens] int32 or int64, device.
+            positions: [num_tokens] int64, device.
+            metadata: of the unpadded step.
+
+        Returns:
+            The step to run. Its launch is eager if the full graph turned out not to fit.
+        """
+        self._num_prepared += 1
+        inputs, size, num_tokens = self._inputs, launch.size, input_ids.shape[0]
+        plan = None
+        if launch.mode != "eager":
+            inputs.load(input_ids, positions, metadata.slot_mapping, size)
+        if launch.mode == "full":
+            plan = self._full[size].refresh(inputs.load_decode(metadata, size))
+            if plan is None:
+                launch = self._retire(launch, num_tokens)
+        elif launch.mode == "piecewise":
+            slots = inputs.slot_mapping[:size]
+            plan = self._backend.plan(dataclasses.replace(metadata, slot_mapping=slots))
+        if launch.mode == "eager":
+            plan = self._backend.plan(metadata)
+        else:
+            input_ids, positions = inputs.input_ids[:size], inputs.positions[:size]
+        assert plan is not None
+        return PreparedStep(
+            launch=launch,
+            number=self._num_prepared,
+            num_tokens=num_tokens,
+            input_ids=input_ids,
+            positions=positions,
+            plan=plan,
+        )
+
+    @torch.inference_mode()
+    def run(self, step: PreparedStep, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Run a prepared step, once.
+
+        Args:
+            step: the last one prepared.
+            rows: [n] int64, device; which rows to return. None: all real ones.
+
+        Returns:
+            [n, hidden_size], never the graph's own memory.
+        """
+        assert step.number == self._num_prepared, "another step was prepared since"
+        self.statistics.count(step.launch, step.num_tokens)
+        attend = self._bind(step.plan)
+        if step.launch.mode == "eager":
+            hidden = self._model(step.input_ids, step.positions, attend)
+            return hidden if rows is None else hidden.index_select(0, rows)
+        if step.launch.mode == "full":
+            self._full[step.launch.size].replay()
+        else:
+            self._piecewise[step.launch.size].replay(attend)
+        hidden = self._hidden[: step.num_tokens]
+        return hidden.clone() if rows is None else hidden.index_select(0, rows)
+
+    def _capture(self, mode: str, size: int) -> None:
+        hidden = self._hidden[:size]
+        if mode == "full":
+            assert self._support is not None
+            decode = DecodeGraph(self._pool, self._support, self._inputs)
+            decode.capture(self._model, self._backend, self._cache, hidden)
+            self._full[size] = decode
+        else:
+            mixed = MixedGraph(self._pool, self._inputs)
+            attend = self._bind(self._backend.plan(self._inputs.dummy_mixed(size)))
+            mixed.capture(self._model, attend, hidden)
+            self._piecewise[size] = mixed
+
+    def _retire(self, launch: Launch, num_tokens: int) -> Launch:
+        """Give up a full graph whose plan has changed; its step runs eagerly."""
+        del self._full[launch.size]
+        self._update_ladders()
+        reason = "changed plan"
+        self.dropped["full", launch.size] = reason
+        logger.warning(
+            "attention planned a launch that differs from the captured one: the full graph for "
+            "size %d is given up",
+            launch.size,
+        )
+        return Launch(mode="eager", size=num_tokens, fall=reason)
+
+    def _update_ladders(self) -> None:
+        self._ladders = {"full": sorted(self._full), "piecewise": sorted(self._piecewise)}
+
+    def _bind(self, plan: AttentionPlan) -> BoundAttention:
+        return BoundAttention(backend=self._backend, plan=plan, cache=self._cache)
+
+
+def _wanted_buckets(options: GraphOptions, support: GraphSupport | None) -> list[Bucket]:
+    """Everything to be captured, in order: the largest size first."""
+    buckets: list[Bucket] = []
+    if options.mode in ("full", "full_and_piecewise"):
+        if support is None:
+            logger.warning(
+                "the attention backend can't be part of a full graph: graph mode %s goes "
+                "without full graphs",
+                options.mode,
+            )
+        else:
+            buckets += [("full", size) for size in set(options.decode_sizes)]
+    if options.mode in ("piecewise", "full_and_piecewise"):
+        buckets += [("piecewise", size) for size in set(options.mixed_sizes)]
+    return sorted(buckets, key=lambda bucket: bucket[1], reverse=True)

@@ -8,9 +8,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-ALLOWED_FORM = 'sizes and ranges start-stop:step separated by commas, as in "1,2,4,8-64:8,128"'
-"""How `parse_capture_sizes` wants its text, for error messages and tables."""
-
+_FORM = 'sizes and ranges start-stop:step with commas between, as in "1,2,4,8-64:8,128"'
 MAX_SIZE = 1 << 20
 """Largest size that can be asked for, in tokens."""
 MAX_NUM_SIZES = 1024
@@ -32,12 +30,15 @@ def parse_capture_sizes(text: str) -> tuple[int, ...]:
     duplicates and any order are allowed.
 
     Raises:
-        ValueError: one line that says what is wrong; the allowed form is `ALLOWED_FORM`.
+        ValueError: one line that says what is wrong and what is allowed.
     """
     sizes: set[int] = set()
-    for item in text.split(","):
-        sizes.update(_parse_item(item.strip()))
+    try:
+        for item in text.split(","):
+            sizes.update(_parse_item(item.strip()))
         _check_count(len(sizes))
+    except ValueError as error:
+        raise ValueError(f"{error}; allowed: {_FORM}") from None
     return tuple(sorted(sizes))
 
 
@@ -46,7 +47,8 @@ def _parse_item(item: str) -> Iterable[int]:
     if match is None:
         what = repr(item) if item else "an empty entry"
         raise ValueError(f"{what} is neither a size nor a range start-stop:step")
-    numbers = [int(number) for number in match.groups() if number is not None]
+    # Longer ones are out of range whatever they are; int() itself refuses thousands of digits.
+    numbers = [int(number[:18]) for number in match.groups() if number is not None]
     for number in numbers:
         _check_size(number, repr(item))
     if len(numbers) == 1:

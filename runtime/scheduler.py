@@ -50,7 +50,7 @@ class Scheduler:
         assert config.max_num_batched_tokens >= config.max_num_seqs, "decodes exceed the budget"
         self.config = config
         self.num_preemptions = 0
-        self.policy = BudgetPolicy(config, step_cost)
+        self.sizing = BudgetPolicy(config, step_cost)
         self._blocks = block_manager
         self._clock = clock
         self._by_priority = config.policy == "priority"
@@ -143,12 +143,12 @@ class Scheduler:
                 self._schedule_decodes(step)
         else:
             self._schedule_decodes(step)
-            if self.policy.has_target:
+            if self.sizing.has_target:
                 step.budget = min(step.budget, self._prompt_tokens(step))
             self._schedule_prompts(step)
         assert not (step.is_empty and self.has_unfinished), "an empty step: nothing would end"
         completed = step.completed_prompts()
-        scheduled = step.build(self._next_step, self._released_rows, self.policy)
+        scheduled = step.build(self._next_step, self._released_rows, self.sizing)
         self._released_rows = []
         self._rows_in_flight = set(scheduled.rows.tolist())
         self._next_step += 1
@@ -183,7 +183,7 @@ class Scheduler:
         if self._prefilling:
             num_kv_tokens += int(self._table.num_computed[self._prefilling[0].row])
         has_prompts = bool(self._prefilling or len(self._waiting))
-        return self.policy.prompt_tokens(step.num_decodes, num_kv_tokens, has_prompts=has_prompts)
+        return self.sizing.prompt_tokens(step.num_decodes, num_kv_tokens, has_prompts=has_prompts)
 
     def _schedule_prompts(self, step: StepBuilder) -> None:
         num_preemptions = self.num_preemptions
@@ -254,7 +254,7 @@ class Scheduler:
         num_new = min(num_new, num_slots - computed)
         if num_new == 0:
             return  # decodes grew into what was reserved; the step goes on with them
-        if may_be_last and self.policy.fits and computed + num_new == num_tokens:
+        if may_be_last and self.sizing.fits and computed + num_new == num_tokens:
             num_fitted = self._fitted_chunk(step, computed, num_new)
             if num_fitted < num_new and self._next_admission() is None:
                 num_new = step.budget = num_fitted  # nothing may follow: the step is full
@@ -265,7 +265,7 @@ class Scheduler:
         manager.register(sequence, table.token_ids[row], computed + num_new, self._next_step)
 
     def _fitted_chunk(self, step: StepBuilder, num_computed: int, num_new: int) -> int:
-        return self.policy.fitted_chunk(
+        return self.sizing.fitted_chunk(
             num_new,
             num_before=step.num_tokens,
             num_kv_tokens=step.num_kv_tokens() + num_computed + num_new,

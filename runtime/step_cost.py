@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from .models import DecoderConfig
 
 _DECAY = 0.995
 """Weight of an observation relative to the next one, so that about the last 200 count."""
@@ -59,6 +62,32 @@ class RooflineCost:
         computing = self.flops_per_token * num_tokens / self.flop_rate
         num_bytes = self.weight_bytes + self.kv_bytes_per_token * num_kv_tokens
         return max(computing, num_bytes / self.bandwidth) + self.overhead
+
+
+def estimated_cost(
+    decoder: DecoderConfig, *, bytes_per_value: int, device_type: str
+) -> RooflineCost:
+    """A roofline of a model on an ordinary device of its type: a start for `MeasuredCost`.
+
+    Args:
+        decoder: the model's shape.
+        bytes_per_value: of weights, keys and values.
+        device_type: "cpu" or "cuda".
+    """
+    heads, kv_heads = decoder.num_heads, decoder.num_kv_heads
+    projections = decoder.hidden_size * decoder.head_dim * (2 * heads + 2 * kv_heads)
+    mlp = 3 * decoder.hidden_size * decoder.intermediate_size
+    in_layers = decoder.num_layers * (projections + mlp)
+    head = decoder.vocab_size * decoder.hidden_size
+    # A few CPU cores with one memory channel; an accelerator of the A100's class.
+    flop_rate, bandwidth = (1e11, 2e10) if device_type == "cpu" else (2e14, 1.5e12)
+    return RooflineCost(
+        flops_per_token=2.0 * in_layers,
+        weight_bytes=float((in_layers + head) * bytes_per_value),
+        kv_bytes_per_token=2.0 * decoder.num_layers * kv_heads * decoder.head_dim * bytes_per_value,
+        flop_rate=flop_rate,
+        bandwidth=bandwidth,
+    )
 
 
 class MeasuredCost:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 
@@ -136,7 +137,7 @@ def test_default_sizes_are_geometric_below_the_ridge_and_evenly_spaced_above():
     below = [s for s in sizes if s <= 256]
     above = [s for s in sizes if s >= 256]
     assert below == [1, 2, 4, 8, 16, 32, 64, 128, 256]
-    steps = [b - a for a, b in zip(above, above[1:], strict=False)]
+    steps = [b - a for a, b in itertools.pairwise(above)]
     assert len(sizes) == 22
     assert max(steps) - min(steps) <= 8
     assert all(size % 8 == 0 for size in above)
@@ -144,9 +145,7 @@ def test_default_sizes_are_geometric_below_the_ridge_and_evenly_spaced_above():
 
 def test_too_few_sizes_are_refused():
     with pytest.raises(ValueError, match="num_sizes=3"):
-        CaptureLadders.default(
-            max_num_seqs=8, max_num_batched_tokens=64, ridge=32, num_sizes=3
-        )
+        CaptureLadders.default(max_num_seqs=8, max_num_batched_tokens=64, ridge=32, num_sizes=3)
     with pytest.raises(ValueError, match="num_sizes=1"):
         default_sizes(64, ridge=32, num_sizes=1)
 

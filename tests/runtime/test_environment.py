@@ -160,7 +160,7 @@ def test_wrong_capture_sizes_are_refused_by_name_and_value(value):
 
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), True, "5"])
 def test_a_wrong_latency_target_is_refused(value):
-    with pytest.raises(ConfigError, match="itl_target_ms=.* is not a number of milliseconds"):
+    with pytest.raises(ConfigError, match=r"itl_target_ms=.* is not a number of milliseconds"):
         EngineConfig(model="m", itl_target_ms=value)
 
 

@@ -17,8 +17,10 @@ DEFAULT_NUM_SIZES = 24
 """Sizes of the default ladders, both together."""
 
 _ITEM = re.compile(r"([0-9]+)(?:\s*-\s*([0-9]+)\s*:\s*([0-9]+))?", re.ASCII)
-_SMALLEST_MIXED = 16
-"""A matrix product of fewer rows costs the same: 16 is the tensor cores' smallest tile."""
+_SMALLEST_MIXED = 64
+"""First mixed size: below it, time hardly depends on the size."""
+_CONTEXT_FACTOR = 1.5
+"""By how much the K/V of decodes, which is read too, lifts the ridge of a mixed step."""
 _ROUNDING = 8
 """Sizes above the ridge are multiples of it where they can be, which the kernels prefer."""
 
@@ -201,7 +203,7 @@ class CaptureLadders:
         Args:
             max_num_seqs: most sequences of a step.
             max_num_batched_tokens: most tokens of a step.
-            ridge: tokens from which a step's time is computation instead of reading weights.
+            ridge: tokens from which a step without context is bound by computation.
             num_sizes: most sizes, both ladders together; at least 4.
 
         Raises:
@@ -214,7 +216,7 @@ class CaptureLadders:
         )
         mixed = default_sizes(
             max_num_batched_tokens,
-            ridge=ridge,
+            ridge=round(_CONTEXT_FACTOR * ridge),
             num_sizes=num_sizes - len(decode),
             smallest=_SMALLEST_MIXED,
             ratio=4,
@@ -263,7 +265,8 @@ def default_sizes(
         return (limit,)
     ridge = max(smallest, min(ridge, limit))
     most_below = num_sizes - 1 if ridge == limit else max(1, num_sizes // 2)
-    num_below = min(most_below, max(1, math.ceil(math.log(ridge / smallest, ratio))))
+    # A last step barely above `ratio` is not worth a size of its own.
+    num_below = min(most_below, max(1, math.ceil(math.log(ridge / smallest, ratio) - 0.1)))
     ratio = max(ratio, (ridge / smallest) ** (1 / num_below))
     sizes = {min(limit, round(smallest * ratio**place)) for place in range(num_below)}
     num_spaces = num_sizes - num_below - 1

@@ -15,7 +15,7 @@ _MAX_HELD_STEPS = 4
 
 
 class BudgetPolicy:
-    """Answers the scheduler's three questions about a step's size. Owns no sequence.
+    """Answers the scheduler's questions about a step's size. Owns no sequence.
 
     **Prompt share.** Under `itl_target_ms` a step that decodes is at most as large as the largest
     bucket (without ladders: the largest number of tokens) whose predicted time meets the target.
@@ -44,7 +44,7 @@ class BudgetPolicy:
         self._target: float | None = None
         if config.itl_target_ms is not None:
             self._target = config.itl_target_ms / 1000
-        self._fits = config.bucket_fitting and config.ladders is not None
+        self._fits = config.bucket_fitting
         self._num_held_steps = 0
         self._cost = step_cost
         needs_cost = self._fits or self._target is not None
@@ -54,11 +54,6 @@ class BudgetPolicy:
     def has_target(self) -> bool:
         """True if `prompt_tokens` has to be asked."""
         return self._target is not None
-
-    @property
-    def fits(self) -> bool:
-        """True if `fitted_chunk` has to be asked."""
-        return self._fits
 
     def bucket(self, num_tokens: int, *, is_uniform_decode: bool) -> int:
         """The size that a step is padded to; UNPADDED without ladders and above their top."""
@@ -114,31 +109,39 @@ class BudgetPolicy:
                 above = middle
         return largest
 
-    def fitted_chunk(
-        self, num_new: int, *, num_before: int, num_kv_tokens: int, num_next_decodes: int
-    ) -> int:
-        """How much of the step's last chunk should run; `num_new` itself if all of it.
+    def num_beyond_size(self, num_new: int, *, num_before: int) -> int:
+        """How much less of a chunk would fill a smaller size; 0 if there is none, or no fitting.
 
         Args:
-            num_new: tokens of the chunk, which end its prompt.
+            num_new: tokens of the chunk.
             num_before: tokens of the step before it.
-            num_kv_tokens: context of the whole step, the chunk included.
-            num_next_decodes: sequences that decode in the next step besides that of the chunk.
         """
-        assert self._ladders is not None, "fitting needs ladders"
-        total, mixed = num_before + num_new, self._ladders.mixed
-        lower = mixed.floor(total)
-        if lower is None or lower == total or lower - num_before < 2:
-            return num_new
-        rest = total - lower
-        padded = self._seconds(total, num_kv_tokens, is_uniform_decode=False)
-        shortened = self._seconds(lower, num_kv_tokens - rest, is_uniform_decode=False)
-        following = self._seconds(
-            num_next_decodes + rest,
-            num_kv_tokens + num_next_decodes,
-            is_uniform_decode=rest == 1,
+        if self._ladders is None or not self._fits:
+            return 0
+        size = self._ladders.mixed.floor(num_before + num_new)
+        return 0 if size is None or size < num_before + 2 else num_before + num_new - size
+
+    def shortening_pays(
+        self, num_tokens: int, num_left: int, *, num_kv_tokens: int, num_next_decodes: int
+    ) -> bool:
+        """Whether leaving the end of a prompt to the next step delays no sequence's token.
+
+        Args:
+            num_tokens: tokens of the whole step, which would end the prompt.
+            num_left: how many of them the next step would run instead.
+            num_kv_tokens: context of the whole step.
+            num_next_decodes: sequences that decode in the next step besides.
+        """
+        padded = self._seconds(num_tokens, num_kv_tokens, is_uniform_decode=False)
+        shortened = self._seconds(
+            num_tokens - num_left, num_kv_tokens - num_left, is_uniform_decode=False
         )
-        return num_new - rest if shortened + following <= padded else num_new
+        following = self._seconds(
+            num_next_decodes + num_left,
+            num_kv_tokens + num_next_decodes,
+            is_uniform_decode=num_left == 1,
+        )
+        return shortened + following <= padded
 
     def _seconds(self, num_tokens: int, num_kv_tokens: int, *, is_uniform_decode: bool) -> float:
         assert self._cost is not None, "a prediction needs a step cost"

@@ -92,7 +92,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in _COUNTS:
             value = getattr(self, name)
-            if value is not None:
+            if value is not None or name == "block_size":
                 object.__setattr__(self, name, _positive(name, value))
         if self.block_size > MAX_BLOCK_SIZE or self.block_size & (self.block_size - 1):
             raise ConfigError(

@@ -18,7 +18,7 @@ from .errors import ModelLoadError
 from .gguf_conversion import CONVERSION_VERSION, CONVERTED_FILES, convert_gguf
 from .model_cache import build_directory_once, hash_file
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("stepgraph.runtime")
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 """The reference that names it."""

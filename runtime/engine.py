@@ -101,12 +101,12 @@ class Engine:
 
     def check(self, token_ids: TokenIds, params: SamplingParams) -> np.ndarray:
         """The prompt as [n] int32; raises InvalidRequestError if it can't be served."""
-        try:
-            ids = np.asarray(token_ids, dtype=np.int64).reshape(-1)
-        except (TypeError, ValueError, OverflowError) as error:
+        given = np.asarray(token_ids)
+        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
             raise InvalidRequestError(
-                f"the prompt's token ids are not all whole numbers of 64 bits: {error}"
-            ) from None
+                f"the prompt {token_ids!r:.80} is not a flat list of whole numbers of 64 bits"
+            )
+        ids = given.astype(np.int64)
         self.scheduler.check(len(ids))
         self._check_ids("the prompt's token id", ids)
         self._check_ids("stop_token_ids", np.asarray(params.stop_token_ids, dtype=np.int64))

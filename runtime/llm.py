@@ -136,7 +136,8 @@ class LLM:
         sequence = engine.add_request(prompt, params)
         try:
             while not sequence.is_finished:
-                updates = engine.step()
+                with deferred_interrupts():
+                    updates = engine.step()
                 for updated, token_id in zip(updates.sequences, updates.token_ids, strict=True):
                     if updated is sequence:
                         yield detokenizer.push([int(token_id)])

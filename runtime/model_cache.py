@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .errors import ModelLoadError
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("stepgraph.runtime")
 
 
 def build_directory_once(

@@ -11,7 +11,7 @@ from .embedded_model import EMBEDDED_MODEL, embedded_model_directory
 from .errors import ModelLoadError
 from .model_cache import build_directory_once, hash_file
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("stepgraph.runtime")
 
 _HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 _WANTED = ["*.safetensors", "*.json", "tokenizer.model", "*.txt", "*.jinja"]

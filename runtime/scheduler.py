@@ -105,8 +105,8 @@ class Scheduler:
 
     def check(self, num_prompt_tokens: int) -> None:
         """Raise InvalidRequestError if a prompt of that length could never be served."""
-        manager = self._blocks
-        self.config.check_prompt(num_prompt_tokens, manager.num_usable_blocks, manager.block_size)
+        num_blocks, block_size = self._blocks.num_usable_blocks, self._blocks.block_size
+        self.config.check_prompt(num_prompt_tokens, num_blocks, block_size)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence; one that can never fit is refused."""
@@ -147,7 +147,7 @@ class Scheduler:
                 step.budget = min(step.budget, self._prompt_tokens(step))
             self._schedule_prompts(step)
         assert not (step.is_empty and self.has_unfinished), "an empty step: nothing would end"
-        completed = step.completed_prompts()
+        completed = step.completed_prompts()  # their next tokens are decodes
         scheduled = step.build(self._next_step, self._released_rows, self.sizing)
         self._released_rows = []
         self._rows_in_flight = set(scheduled.rows.tolist())
@@ -155,7 +155,8 @@ class Scheduler:
         if completed:
             self._decoding += completed
             self._decode_rows = None
-            self._prefilling = [s for s in self._prefilling if s not in completed]
+            gone = set(completed)
+            self._prefilling = [s for s in self._prefilling if s not in gone]
         return scheduled
 
     def _schedule_decodes(self, step: StepBuilder) -> None:
@@ -182,24 +183,23 @@ class Scheduler:
         num_kv_tokens = step.num_kv_tokens()
         if self._prefilling:
             num_kv_tokens += int(self._table.num_computed[self._prefilling[0].row])
-        has_prompts = bool(self._prefilling or len(self._waiting))
+        has_prompts = bool(self._prefilling or self._waiting)
         return self.sizing.prompt_tokens(step.num_decodes, num_kv_tokens, has_prompts=has_prompts)
 
     def _schedule_prompts(self, step: StepBuilder) -> None:
-        num_preemptions = self.num_preemptions
         under_way = list(self._prefilling)
         for sequence in under_way:
             if step.budget == 0:
                 return
             if sequence.status is SequenceStatus.RUNNING:  # not preempted by one before it
                 self._schedule_chunk(step, sequence, may_be_last=sequence is under_way[-1])
-        if self.num_preemptions == num_preemptions:
-            self._admit(step)
+        self._admit(step)
 
     def _admit(self, step: StepBuilder) -> None:
-        manager = self._blocks
-        while step.budget > 0 and (hits := self._next_admission()) is not None:
+        manager, reserved = self._blocks, self._reserved_blocks()
+        while step.budget > 0 and (hits := self._next_admission(reserved)) is not None:
             sequence = self._waiting.pop()
+            num_blocks = manager.blocks_for(len(sequence.token_ids))
             manager.claim(sequence, hits)
             num_cached = len(hits) * manager.block_size
             if sequence.admission_index < 0:
@@ -211,22 +211,20 @@ class Scheduler:
             step.add_admission(sequence)
             step.add_blocks(sequence, 0)
             self._schedule_chunk(step, sequence, may_be_last=True)
+            reserved += num_blocks - len(sequence.blocks)
 
-    def _next_admission(self) -> list[Block] | None:
+    def _next_admission(self, reserved: int) -> list[Block] | None:
         """The cached blocks of the first waiting sequence; None if none can be admitted now."""
         manager, sequence = self._blocks, self._waiting.peek()
-        if sequence is None or not self._table.num_free_rows or not self._may_start(sequence):
+        if sequence is None or not self._table.num_free_rows:
             return None
+        if self._num_endings < sequence.starts_after_endings and self.num_running:
+            return None  # the victim of a shortage that nobody's end has relieved yet
         hits = manager.find_prefix(sequence.token_ids, sequence.extra_key)
-        needed = manager.blocks_for(len(sequence.token_ids)) - len(hits)
-        needed += manager.num_free_hits(hits)
-        if needed + self._reserved_blocks() > manager.num_free_blocks:
-            return None  # strictly in order: smaller ones behind it must not starve it
-        return hits
-
-    def _may_start(self, sequence: Sequence) -> bool:
-        """False for a victim of a shortage that nobody's end has relieved yet."""
-        return self._num_endings >= sequence.starts_after_endings or not self.num_running
+        num_blocks = manager.blocks_for(len(sequence.token_ids))
+        needed = num_blocks - len(hits) + manager.num_free_hits(hits)
+        # Strictly in order: smaller ones behind it must not starve it.
+        return hits if needed + reserved <= manager.num_free_blocks else None
 
     def _reserved_blocks(self) -> int:
         """Free blocks that sequences already admitted will want."""
@@ -254,23 +252,26 @@ class Scheduler:
         num_new = min(num_new, num_slots - computed)
         if num_new == 0:
             return  # decodes grew into what was reserved; the step goes on with them
-        if may_be_last and self.sizing.fits and computed + num_new == num_tokens:
-            num_fitted = self._fitted_chunk(step, computed, num_new)
-            if num_fitted < num_new and self._next_admission() is None:
-                num_new = step.budget = num_fitted  # nothing may follow: the step is full
-                missing = manager.blocks_for(computed + num_new) - len(sequence.blocks)
+        may_be_cut = may_be_last and computed + num_new == num_tokens
+        if may_be_cut and (num_left := self._num_left(step, num_tokens, num_new)):
+            num_new = step.budget = num_new - num_left  # nothing may follow: the step is full
+            missing = manager.blocks_for(computed + num_new) - len(sequence.blocks)
         self._grow(step, sequence, missing)
         table.num_computed[row] = computed + num_new
         step.add_chunk(sequence, computed, num_new)
         manager.register(sequence, table.token_ids[row], computed + num_new, self._next_step)
 
-    def _fitted_chunk(self, step: StepBuilder, num_computed: int, num_new: int) -> int:
-        return self.sizing.fitted_chunk(
-            num_new,
-            num_before=step.num_tokens,
-            num_kv_tokens=step.num_kv_tokens() + num_computed + num_new,
+    def _num_left(self, step: StepBuilder, num_context: int, num_new: int) -> int:
+        """How much of the step's last chunk, which ends a prompt, should wait for the next step."""
+        num_left = self.sizing.num_beyond_size(num_new, num_before=step.num_tokens)
+        if not num_left or not self.sizing.shortening_pays(
+            step.num_tokens + num_new,
+            num_left,
+            num_kv_tokens=step.num_kv_tokens() + num_context,
             num_next_decodes=step.num_decodes + len(step.completed_prompts()),
-        )
+        ):
+            return 0
+        return num_left if self._next_admission(self._reserved_blocks()) is None else 0
 
     def _grow(self, step: StepBuilder, sequence: Sequence, num_blocks: int) -> None:
         first = len(sequence.blocks)
@@ -310,9 +311,8 @@ class Scheduler:
         What the step registered in the prefix cache is taken back. Blocks filled by earlier
         steps stay findable, so that most of the work isn't done again.
         """
-        for sequence in self._table.sequences_at(
-            scheduled.rows[self._table.is_live[scheduled.rows]]
-        ):
+        rows = scheduled.rows
+        for sequence in self._table.sequences_at(rows[self._table.is_live[rows]]):
             self._preempt(sequence)
         self._blocks.rollback(scheduled.step)
         self._end_flight()

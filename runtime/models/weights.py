@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from .config import DecoderConfig
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("stepgraph.runtime")
 
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"

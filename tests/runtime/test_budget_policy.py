@@ -218,11 +218,12 @@ def test_shortening_never_delays_any_token_of_the_two_steps():
         policy = fitting_policy(*sizes)
         num_before, num_next = rng.randint(0, 500), rng.randint(0, 60)
         num_new = rng.randint(1, 2048 - num_before)
-        fitted = policy.fitted_chunk(
-            num_new, num_before=num_before, num_kv_tokens=3000, num_next_decodes=num_next
-        )
-        if fitted == num_new:
+        num_left = policy.num_beyond_size(num_new, num_before=num_before)
+        if not num_left or not policy.shortening_pays(
+            num_before + num_new, num_left, num_kv_tokens=3000, num_next_decodes=num_next
+        ):
             continue
+        fitted = num_new - num_left
         num_shortened += 1
         assert fitted >= 2
         assert num_before + fitted in sizes

@@ -123,7 +123,7 @@ def test_tied_heads_follow_transformers_whichever_tensors_are_stored(
 ) -> None:
     make_checkpoint(LlamaConfig, tie_word_embeddings=True)
     edit_weights(change)
-    with caplog.at_level(logging.WARNING, logger="runtime.models.weights"):
+    with caplog.at_level(logging.WARNING, logger="stepgraph.runtime"):
         decoder = load(tmp_path)
     assert (decoder.lm_head is not None) == own_head
     assert ("two different ones" in caplog.text) == own_head

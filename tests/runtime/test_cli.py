@@ -1,0 +1,55 @@
+"""The command line: what it prints, and how it refuses."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from runtime.cli import main
+
+
+def test_generate_prints_prompt_and_text_then_the_speed(checkpoint, capsys):
+    path = str(checkpoint("llama"))
+    arguments = ["--model", path, "--max-tokens", "4", "--temperature", "0", "--dtype", "float32"]
+    assert main(["generate", "abc", "xyz", *arguments]) == 0
+    shown = capsys.readouterr()
+    assert "abc" in shown.out
+    assert "xyz" in shown.out
+    assert "8 tokens" in shown.err
+    assert "time to first token" in shown.err
+
+
+def test_chat_answers_one_message_or_lines(checkpoint, capsys, monkeypatch):
+    arguments = ["--model", str(checkpoint("llama")), "--max-tokens", "4", "--seed", "1"]
+    assert main(["chat", "hello", *arguments]) == 0
+    assert capsys.readouterr().err.count("tokens/s") == 1
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n\nagain\n"))
+    assert main(["chat", "--system", "be brief", *arguments]) == 0
+    assert capsys.readouterr().err.count("tokens/s") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["generate", "a", "--model", "no such thing"], "no such thing"),
+        (["generate", "a", "--temperature", "hot"], "temperature"),
+        (["generate", "a", "--top-p", "7"], "top_p"),
+    ],
+)
+def test_refusals_are_one_line(arguments, text, capsys):
+    assert main(arguments) == 1
+    shown = capsys.readouterr().err
+    assert text in shown
+    assert shown.count("\n") == 1
+
+
+def test_env_shows_every_variable_with_value_and_source(capsys, monkeypatch):
+    monkeypatch.setenv("STEPGRAPH_NVTX", "1")
+    assert main(["env"]) == 0
+    shown = capsys.readouterr().out
+    assert "STEPGRAPH_NVTX = 1  (environment)" in shown
+    assert "(default)" in shown
+    monkeypatch.setenv("STEPGRAPH_NVTZ", "1")
+    assert main(["env"]) == 1
+    assert "did you mean STEPGRAPH_NVTX?" in capsys.readouterr().err

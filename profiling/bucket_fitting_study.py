@@ -1,7 +1,7 @@
 """What padding to captured sizes costs, and whether bucket fitting wins it back.
 
     python profiling/bucket_fitting_study.py TRACE.csv [--seconds 900] [--rates 1 2 3]
-        [--policies exact even ...] [--markdown]
+        [--budget 2048] [--policies exact even ...]
 
 Drives the real scheduler with a virtual clock and no model: arrivals and lengths come from a trace
 with the columns TIMESTAMP, ContextTokens, GeneratedTokens, and a step takes what a roofline says.
@@ -64,6 +64,7 @@ class Policy:
     ladders: CaptureLadders | None
     """None: every step runs at its own size."""
     fits: bool = False
+    budget: int = BUDGET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,33 +109,33 @@ def read_trace(path: Path, rate: float, seconds: float) -> list[Request]:
     return requests
 
 
-def policies() -> dict[str, Policy]:
+def policies(budget: int = BUDGET) -> dict[str, Policy]:
     """All that are compared, by name."""
 
     def shared(sizes: tuple[int, ...]) -> CaptureLadders:
         return CaptureLadders.explicit(
-            sizes, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=BUDGET
+            sizes, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=budget
         )
 
-    even = tuple(round(BUDGET * (i + 1) / NUM_SIZES) for i in range(NUM_SIZES))
-    ratio = BUDGET ** (1 / (NUM_SIZES - 1))
+    even = tuple(round(budget * (i + 1) / NUM_SIZES) for i in range(NUM_SIZES))
+    ratio = budget ** (1 / (NUM_SIZES - 1))
     geometric = tuple(round(ratio**i) for i in range(NUM_SIZES))
     vllm = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
     default = CaptureLadders.default(
         max_num_seqs=MAX_NUM_SEQS,
-        max_num_batched_tokens=BUDGET,
+        max_num_batched_tokens=budget,
         ridge=COST.ridge,
         num_sizes=NUM_SIZES,
     )
     ladders = {"even": shared(even), "geometric": shared(geometric), "default": default}
-    found = {"exact": Policy(ladders=None)}
+    found = {"exact": Policy(ladders=None, budget=budget)}
     for name, value in ladders.items():
-        found[name] = Policy(ladders=value)
-        found[f"{name}+fitting"] = Policy(ladders=value, fits=True)
+        found[name] = Policy(ladders=value, budget=budget)
+        found[f"{name}+fitting"] = Policy(ladders=value, fits=True, budget=budget)
     # Its sizes end at 512; what is larger runs without a graph.
     mixed = CaptureSizes(vllm)
     decode = CaptureSizes.up_to(MAX_NUM_SEQS, vllm)
-    found["vllm 51"] = Policy(ladders=CaptureLadders(decode=decode, mixed=mixed))
+    found["vllm 51"] = Policy(ladders=CaptureLadders(decode=decode, mixed=mixed), budget=budget)
     return found
 
 
@@ -144,9 +145,10 @@ class Simulation:
     def __init__(self, policy: Policy) -> None:
         self.now = 0.0
         self._is_padded = policy.ladders is not None
+        self._budget = policy.budget
         config = SchedulerConfig(
             max_num_seqs=MAX_NUM_SEQS,
-            max_num_batched_tokens=BUDGET,
+            max_num_batched_tokens=policy.budget,
             max_model_len=MAX_MODEL_LEN,
             ladders=policy.ladders,
             bucket_fitting=policy.fits,
@@ -181,7 +183,7 @@ class Simulation:
         unpadded = COST.seconds(num_tokens, num_kv_tokens)
         self._steps.append((num_tokens, scheduled.bucket, seconds, unpadded))
         num_partial = scheduled.num_seqs - len(scheduled.sampled)
-        self._num_shortened += num_partial > 0 and num_tokens < BUDGET
+        self._num_shortened += num_partial > 0 and num_tokens < self._budget
         self.now += seconds
         num_sampled = len(scheduled.sampled)
         output = StepOutput(
@@ -260,16 +262,18 @@ def report(rate: float, results: dict[str, Result]) -> None:
 
 def main() -> None:
     """Print one table per rate."""
-    known = policies()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--seconds", type=float, default=900.0, help="virtual, of arrivals")
     parser.add_argument("--rates", type=float, nargs="+", default=[1.0, 2.0, 3.0])
-    parser.add_argument("--policies", nargs="+", choices=list(known), default=list(known))
+    parser.add_argument("--budget", type=int, default=BUDGET, help="token budget of a step")
+    parser.add_argument("--policies", nargs="+", choices=list(policies()))
     args = parser.parse_args()
+    known = policies(args.budget)
+    names = args.policies or list(known)
     for rate in args.rates:
         requests = read_trace(args.trace, rate, args.seconds)
-        report(rate, {name: Simulation(known[name]).run(requests) for name in args.policies})
+        report(rate, {name: Simulation(known[name]).run(requests) for name in names})
 
 
 if __name__ == "__main__":

@@ -141,6 +141,8 @@ class BudgetPolicy:
             num_kv_tokens + num_next_decodes,
             is_uniform_decode=num_left == 1,
         )
+        if self._target is not None and following > self._target:
+            return False  # the rest might be held back for some steps
         return shortened + following <= padded
 
     def _seconds(self, num_tokens: int, num_kv_tokens: int, *, is_uniform_decode: bool) -> float:

@@ -287,6 +287,27 @@ def test_a_step_without_decodes_has_no_target():
     assert policy.num_target_misses == 0
 
 
+def test_a_chunk_is_not_shortened_where_the_target_may_hold_its_rest_back(make_bench):
+    """Without a target 200 tokens and then 30 beat a padded step of 400."""
+
+    def first_chunk(itl_target_ms):
+        bench = make_bench(
+            budget=400,
+            max_num_seqs=64,
+            num_blocks=400,
+            ladders=ladders(10, 200, 400),
+            bucket_fitting=True,
+            itl_target_ms=itl_target_ms,
+            step_cost=COST,
+        )
+        bench.add(prompt(230), 3)
+        return bench.schedule().num_tokens
+
+    assert first_chunk(None) == 200
+    assert first_chunk(1000_000) == 200
+    assert first_chunk(150_000) == 230
+
+
 @pytest.mark.parametrize("with_ladders", [True, False])
 def test_decodes_beside_a_long_prompt_keep_to_the_target(make_bench, with_ladders):
     """Steps of at most 300 seconds: buckets up to 256 tokens, or about 300 of them."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
+
+from graphs.capture_sizes import CaptureLadders, CaptureSizes, parse_capture_sizes
 
 from . import model_source
 from .environment import read_environment
@@ -70,6 +74,14 @@ class EngineConfig:
     """Keep the K/V of past prompts and outputs and share it with prompts that start alike."""
     policy: Policy = "fcfs"
     """"fcfs", "priority" (lower first), or "prefill_first": no mixing, as a baseline."""
+    capture_sizes: str | Sequence[int] | None = None
+    """Sizes that steps are padded to, as numbers or as text like "1,2,4,8-64:8,128": of decode
+    steps in sequences, of others in tokens. None: STEPGRAPH_CAPTURE_SIZES, else no padding."""
+    bucket_fitting: bool = False
+    """Shorten the last chunk of a step to a captured size where that saves time."""
+    itl_target_ms: float | None = None
+    """Longest gap that decoding sequences should see between two tokens, in milliseconds: prompts
+    get what fits beside the decodes in steps of that length. None: what the budget leaves."""
     attention_backend: str | None = None
     """"torch", or "auto": the first that can run; None: STEPGRAPH_ATTENTION, else "auto"."""
     seed: int = 0
@@ -92,10 +104,32 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization={share!r} is not above 0 and at most 1")
-        for name in ("enable_prefix_caching", "nvtx"):
+        self._check_step_size_options()
+        for name in ("enable_prefix_caching", "bucket_fitting", "nvtx"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "nvtx" and value is None):
                 raise ConfigError(f"{name}={value!r} is not True or False")
+
+    def _check_step_size_options(self) -> None:
+        if self.capture_sizes is not None:
+            try:
+                sizes = self.capture_sizes
+                sizes = parse_capture_sizes(sizes) if isinstance(sizes, str) else tuple(sizes)
+                sizes = CaptureSizes(sizes).sizes
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"capture_sizes={self.capture_sizes!r}: {error}") from None
+            object.__setattr__(self, "capture_sizes", sizes)
+        target = self.itl_target_ms
+        if target is None:
+            return
+        is_number = isinstance(target, numbers.Real) and not isinstance(target, bool)
+        if not is_number or not 0 < target < math.inf:
+            raise ConfigError(f"itl_target_ms={target!r} is not a number of milliseconds above 0")
+        if self.policy == "prefill_first":
+            raise ConfigError(
+                f"itl_target_ms={target!r} can't be kept under policy='prefill_first', which stops "
+                f"decodes while prompts run; use 'fcfs' or 'priority'"
+            )
 
     def resolve_model(self) -> Path:
         """The model's local directory, fetched or converted first if need be.
@@ -134,13 +168,14 @@ class EngineConfig:
         reasons: dict[str, str] = {}
         device = self._resolve_device(reasons)
         budget = self._resolve_budget(device, env, reasons)
+        num_seqs = self._resolve_num_seqs(budget, reasons)
         return ResolvedConfig(
             model_path=path,
             load_format=self.load_format,
             dtype=self._resolve_dtype(decoder, stored_dtype, reasons),
             device=device,
             max_model_len=self._resolve_model_len(decoder, reasons),
-            max_num_seqs=self._resolve_num_seqs(budget, reasons),
+            max_num_seqs=num_seqs,
             max_num_batched_tokens=budget,
             max_prefill_chunk=self.max_prefill_chunk,
             block_size=self.block_size,
@@ -149,6 +184,9 @@ class EngineConfig:
             gpu_memory_utilization=float(self.gpu_memory_utilization),
             enable_prefix_caching=self.enable_prefix_caching,
             policy=self.policy,
+            ladders=self._resolve_ladders(num_seqs, budget, env, reasons),
+            bucket_fitting=self.bucket_fitting,
+            itl_target_ms=None if self.itl_target_ms is None else float(self.itl_target_ms),
             attention_backend=self.attention_backend or env.get("STEPGRAPH_ATTENTION", "auto"),
             seed=self.seed,
             nvtx=env.get("STEPGRAPH_NVTX", False) if self.nvtx is None else self.nvtx,
@@ -224,6 +262,26 @@ class EngineConfig:
             )
         return self.max_num_seqs
 
+    def _resolve_ladders(
+        self, num_seqs: int, budget: int, env: Mapping[str, Any], reasons: dict[str, str]
+    ) -> CaptureLadders | None:
+        sizes = self.capture_sizes
+        if sizes is None and "STEPGRAPH_CAPTURE_SIZES" in env:
+            reasons["ladders"] = "STEPGRAPH_CAPTURE_SIZES"
+            sizes = env["STEPGRAPH_CAPTURE_SIZES"]
+        if sizes is not None:
+            assert not isinstance(sizes, str), "parsed when the options were made"
+            return CaptureLadders.explicit(
+                sizes, max_num_seqs=num_seqs, max_num_batched_tokens=budget
+            )
+        if self.bucket_fitting:
+            raise ConfigError(
+                "bucket_fitting=True, but no sizes are captured that steps could be fitted to; "
+                "give capture_sizes"
+            )
+        reasons["ladders"] = "no graphs are captured"
+        return None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig:
@@ -256,6 +314,12 @@ class ResolvedConfig:
     enable_prefix_caching: bool
     """As in EngineConfig."""
     policy: Policy
+    """As in EngineConfig."""
+    ladders: CaptureLadders | None
+    """Captured sizes of decode steps and of others; None: steps run at their own size."""
+    bucket_fitting: bool
+    """As in EngineConfig."""
+    itl_target_ms: float | None
     """As in EngineConfig."""
     attention_backend: str
     """A backend's name, or "auto"."""

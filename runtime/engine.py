@@ -20,7 +20,8 @@ from .sampling_params import SamplingParams
 from .scheduler import Scheduler
 from .scheduler_config import SchedulerConfig
 from .sequence import Sequence
-from .step import SequenceUpdates
+from .step import ScheduledBatch, SequenceUpdates
+from .step_cost import MeasuredCost, estimated_cost
 from .tokenizer import Tokenizer, load_end_token_ids
 
 logger = logging.getLogger("stepgraph.runtime")
@@ -64,6 +65,16 @@ class Engine:
             self.config.block_size,
             enable_prefix_caching=self.config.enable_prefix_caching,
         )
+        self._step_cost: MeasuredCost | None = None
+        if self.config.bucket_fitting or self.config.itl_target_ms is not None:
+            self._step_cost = MeasuredCost(
+                estimated_cost(
+                    decoder,
+                    bytes_per_value=self.config.dtype.itemsize,
+                    device_type=self.config.device.type,
+                )
+            )
+        self._was_waited_for = True
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=self.config.max_num_seqs,
@@ -72,8 +83,12 @@ class Engine:
                 policy=self.config.policy,
                 max_prefill_chunk=self.config.max_prefill_chunk,
                 end_token_ids=self.end_token_ids,
+                ladders=self.config.ladders,
+                bucket_fitting=self.config.bucket_fitting,
+                itl_target_ms=self.config.itl_target_ms,
             ),
             self._blocks,
+            step_cost=self._step_cost,
         )
         self._sequences: dict[str, Sequence] = {}
         self._num_requests = 0
@@ -151,11 +166,13 @@ class Engine:
             scheduled = self.scheduler.schedule()
         if scheduled.num_seqs == 0:
             return SequenceUpdates(sequences=[], token_ids=np.empty(0, np.int64), finished=[])
+        start = time.perf_counter()
         try:
             output = self._runner.execute(scheduled)
         except BaseException:
             self.scheduler.rollback(scheduled)
             raise
+        self._observe(scheduled, time.perf_counter() - start)
         with self.ranges("update", scheduled.num_tokens):
             updates = self.scheduler.update(scheduled, output)
         self.counters.num_steps += 1
@@ -164,6 +181,15 @@ class Engine:
         for sequence in updates.finished:
             del self._sequences[sequence.request_id]
         return updates
+
+    def _observe(self, scheduled: ScheduledBatch, seconds: float) -> None:
+        """Teach the cost model, where the time is the step's own."""
+        # A step that samples nothing isn't waited for: on CUDA it runs on into the next one's time.
+        is_waited_for = len(scheduled.sampled) > 0
+        if self._step_cost is not None and is_waited_for and self._was_waited_for:
+            num_tokens = scheduled.bucket or scheduled.num_tokens
+            self._step_cost.observe(num_tokens, scheduled.num_kv_tokens, seconds)
+        self._was_waited_for = is_waited_for
 
     def abort(self, request_id: str) -> Sequence | None:
         """End a request with reason "abort"; None if no such request is unfinished."""

@@ -20,7 +20,8 @@ class Variable:
 
     name: str
     parse: Callable[[str], Any]
-    """Text without surrounding spaces to value; raises ValueError if it isn't allowed."""
+    """Text without surrounding spaces to value; raises ValueError if it isn't allowed, with a
+    message, if any, that says what is wrong and what is allowed."""
     allowed: str
     """What is allowed, for error messages and the table."""
     default: str
@@ -35,9 +36,16 @@ def _parse_switch(text: str) -> bool:
 
 
 def _parse_positive(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
+    # Longer ones are no count of anything; int() itself refuses thousands of digits.
+    if not text.isascii() or not text.isdigit() or len(text) > 18 or int(text) < 1:
         raise ValueError
     return int(text)
+
+
+def _parse_sizes(text: str) -> tuple[int, ...]:
+    from graphs.capture_sizes import parse_capture_sizes  # its package imports torch
+
+    return parse_capture_sizes(text)
 
 
 def _choice(*choices: str) -> Callable[[str], str]:
@@ -65,6 +73,13 @@ VARIABLES: tuple[Variable, ...] = (
         allowed="auto | torch",
         default="auto",
         help="attention backend",
+    ),
+    Variable(
+        name="STEPGRAPH_CAPTURE_SIZES",
+        parse=_parse_sizes,
+        allowed='sizes and ranges start-stop:step with commas between, as in "1,2,4,8-64:8,128"',
+        default="none while no graphs are captured",
+        help="sizes that steps are padded to: of decode steps in sequences, of others in tokens",
     ),
     Variable(
         name="STEPGRAPH_MAX_NUM_BATCHED_TOKENS",
@@ -117,10 +132,10 @@ def read_environment(environ: Mapping[str, str] | None = None) -> dict[str, Any]
             raise ConfigError(f"unknown environment variable {name}={text!r}; {hint}")
         try:
             values[name] = known[name].parse(text.strip())
-        except ValueError:
+        except ValueError as error:
+            reason = f": {error}" if str(error) else f"; allowed: {known[name].allowed}"
             raise ConfigError(
-                f"environment variable {name}={text!r} is not allowed; "
-                f"allowed: {known[name].allowed}"
+                f"environment variable {name}={text!r} is not allowed{reason}"
             ) from None
     return values
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import bisect
 import time
 from collections.abc import Callable
-from typing import cast
 
 import numpy as np
 
+from .block import Block
 from .block_manager import BlockManager
-from .errors import InvalidRequestError, NonFiniteLogitsError
+from .budget_policy import BudgetPolicy
+from .errors import NonFiniteLogitsError
 from .outputs import FinishReason
 from .scheduler_config import SchedulerConfig
 from .sequence import Sequence, SequenceStatus
 from .sequence_table import SequenceTable
 from .step import ScheduledBatch, SequenceUpdates, StepOutput
 from .step_builder import StepBuilder
+from .step_cost import StepCost
 from .waiting_queue import WaitingQueue
 
 
@@ -43,10 +45,12 @@ class Scheduler:
         block_manager: BlockManager,
         *,
         clock: Callable[[], float] = time.monotonic,
+        step_cost: StepCost | None = None,
     ) -> None:
         assert config.max_num_batched_tokens >= config.max_num_seqs, "decodes exceed the budget"
         self.config = config
         self.num_preemptions = 0
+        self.sizing = BudgetPolicy(config, step_cost)
         self._blocks = block_manager
         self._clock = clock
         self._by_priority = config.policy == "priority"
@@ -91,37 +95,18 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Recount rows and blocks; AssertionError if anything is off."""
-        running, table = self.running_sequences(), self._table
+        running = self.running_sequences()
         self._blocks.check_integrity(running)
-        for sequence in running:
-            row = sequence.row
-            assert table.sequences[row] is sequence, f"row {row} is not {sequence.request_id}'s"
-            num_slots = len(sequence.blocks) * self._blocks.block_size
-            assert table.num_slots[row] == num_slots, f"row {row}: slots are off"
-            assert table.num_computed[row] <= min(num_slots, table.num_tokens[row])
-        num_rows = table.num_free_rows + len(running) + len(self._retired_rows)
-        assert num_rows == table.max_num_seqs, "rows are lost or doubled"
-        assert int(table.is_live.sum()) == len(running), "a live row has no sequence"
+        self._table.check_integrity(
+            running, block_size=self._blocks.block_size, num_retired=len(self._retired_rows)
+        )
 
     # -- requests ---------------------------------------------------------------------------
 
     def check(self, num_prompt_tokens: int) -> None:
         """Raise InvalidRequestError if a prompt of that length could never be served."""
-        if num_prompt_tokens < 1:
-            raise InvalidRequestError("the prompt has no tokens; give at least one")
-        if num_prompt_tokens < self.max_sequence_tokens:
-            return
-        if num_prompt_tokens >= self.config.max_model_len:
-            limit = f"max_model_len={self.config.max_model_len} tokens"
-            remedy = "shorten the prompt or raise max_model_len"
-        else:
-            size, usable = self._blocks.block_size, self._blocks.num_usable_blocks
-            limit = f"the KV pool's {usable * size} tokens ({usable} blocks of {size})"
-            remedy = "shorten the prompt or give the KV pool more memory"
-        raise InvalidRequestError(
-            f"a prompt of {num_prompt_tokens} tokens leaves no room for output within {limit}; "
-            f"{remedy}"
-        )
+        num_blocks, block_size = self._blocks.num_usable_blocks, self._blocks.block_size
+        self.config.check_prompt(num_prompt_tokens, num_blocks, block_size)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence; one that can never fit is refused."""
@@ -158,10 +143,12 @@ class Scheduler:
                 self._schedule_decodes(step)
         else:
             self._schedule_decodes(step)
+            if self.sizing.has_target:
+                step.budget = min(step.budget, self._prompt_tokens(step))
             self._schedule_prompts(step)
         assert not (step.is_empty and self.has_unfinished), "an empty step: nothing would end"
         completed = step.completed_prompts()  # their next tokens are decodes
-        scheduled = step.build(self._next_step, self._released_rows)
+        scheduled = step.build(self._next_step, self._released_rows, self.sizing)
         self._released_rows = []
         self._rows_in_flight = set(scheduled.rows.tolist())
         self._next_step += 1
@@ -181,37 +168,38 @@ class Scheduler:
             if len(growing) <= manager.num_free_blocks:
                 break
             self._preempt_for_blocks(self._victim(self.running_sequences()))
-        for sequence in self._sequences_at(growing):
+        for sequence in self._table.sequences_at(growing):
             self._grow(step, sequence, 1)
         computed += 1
         table.num_computed[rows] = computed
         if manager.enable_prefix_caching:
-            for sequence in self._sequences_at(rows[computed % size == 0]):
+            for sequence in self._table.sequences_at(rows[computed % size == 0]):
                 token_ids = table.token_ids[sequence.row]
                 num_scheduled = len(sequence.blocks) * size
                 manager.register(sequence, token_ids, num_scheduled, self._next_step)
         step.add_decodes(rows)
 
+    def _prompt_tokens(self, step: StepBuilder) -> int:
+        num_kv_tokens = step.num_kv_tokens()
+        if self._prefilling:
+            num_kv_tokens += int(self._table.num_computed[self._prefilling[0].row])
+        has_prompts = bool(self._prefilling or self._waiting)
+        return self.sizing.prompt_tokens(step.num_decodes, num_kv_tokens, has_prompts=has_prompts)
+
     def _schedule_prompts(self, step: StepBuilder) -> None:
-        for sequence in list(self._prefilling):
+        under_way = list(self._prefilling)
+        for sequence in under_way:
             if step.budget == 0:
                 return
             if sequence.status is SequenceStatus.RUNNING:  # not preempted by one before it
-                self._schedule_chunk(step, sequence)
+                self._schedule_chunk(step, sequence, may_be_last=sequence is under_way[-1])
         self._admit(step)
 
     def _admit(self, step: StepBuilder) -> None:
         manager, reserved = self._blocks, self._reserved_blocks()
-        while step.budget > 0 and self._table.num_free_rows > 0:
-            sequence = self._waiting.peek()
-            if sequence is None or not self._may_start(sequence):
-                return
-            hits = manager.find_prefix(sequence.token_ids, sequence.extra_key)
+        while step.budget > 0 and (hits := self._next_admission(reserved)) is not None:
+            sequence = self._waiting.pop()
             num_blocks = manager.blocks_for(len(sequence.token_ids))
-            needed = num_blocks - len(hits) + manager.num_free_hits(hits)
-            if needed + reserved > manager.num_free_blocks:
-                return  # strictly in order: smaller ones behind it must not starve it
-            self._waiting.pop()
             manager.claim(sequence, hits)
             num_cached = len(hits) * manager.block_size
             if sequence.admission_index < 0:
@@ -222,12 +210,21 @@ class Scheduler:
             bisect.insort(self._prefilling, sequence, key=self._waiting.precedence)
             step.add_admission(sequence)
             step.add_blocks(sequence, 0)
-            self._schedule_chunk(step, sequence)
+            self._schedule_chunk(step, sequence, may_be_last=True)
             reserved += num_blocks - len(sequence.blocks)
 
-    def _may_start(self, sequence: Sequence) -> bool:
-        """False for a victim of a shortage that nobody's end has relieved yet."""
-        return self._num_endings >= sequence.starts_after_endings or not self.num_running
+    def _next_admission(self, reserved: int) -> list[Block] | None:
+        """The cached blocks of the first waiting sequence; None if none can be admitted now."""
+        manager, sequence = self._blocks, self._waiting.peek()
+        if sequence is None or not self._table.num_free_rows:
+            return None
+        if self._num_endings < sequence.starts_after_endings and self.num_running:
+            return None  # the victim of a shortage that nobody's end has relieved yet
+        hits = manager.find_prefix(sequence.token_ids, sequence.extra_key)
+        num_blocks = manager.blocks_for(len(sequence.token_ids))
+        needed = num_blocks - len(hits) + manager.num_free_hits(hits)
+        # Strictly in order: smaller ones behind it must not starve it.
+        return hits if needed + reserved <= manager.num_free_blocks else None
 
     def _reserved_blocks(self) -> int:
         """Free blocks that sequences already admitted will want."""
@@ -238,7 +235,7 @@ class Scheduler:
         # Decodes grow too: without some room a newcomer would be preempted again at once.
         return reserved + min(len(self._decoding), self._blocks.num_usable_blocks // 16)
 
-    def _schedule_chunk(self, step: StepBuilder, sequence: Sequence) -> None:
+    def _schedule_chunk(self, step: StepBuilder, sequence: Sequence, *, may_be_last: bool) -> None:
         table, manager, row = self._table, self._blocks, sequence.row
         computed, num_tokens = int(table.num_computed[row]), int(table.num_tokens[row])
         num_new = min(num_tokens - computed, step.budget)
@@ -255,10 +252,26 @@ class Scheduler:
         num_new = min(num_new, num_slots - computed)
         if num_new == 0:
             return  # decodes grew into what was reserved; the step goes on with them
+        may_be_cut = may_be_last and computed + num_new == num_tokens
+        if may_be_cut and (num_left := self._num_left(step, num_tokens, num_new)):
+            num_new = step.budget = num_new - num_left  # nothing may follow: the step is full
+            missing = manager.blocks_for(computed + num_new) - len(sequence.blocks)
         self._grow(step, sequence, missing)
         table.num_computed[row] = computed + num_new
         step.add_chunk(sequence, computed, num_new)
         manager.register(sequence, table.token_ids[row], computed + num_new, self._next_step)
+
+    def _num_left(self, step: StepBuilder, num_context: int, num_new: int) -> int:
+        """How much of the step's last chunk, which ends a prompt, should wait for the next step."""
+        num_left = self.sizing.num_beyond_size(num_new, num_before=step.num_tokens)
+        if not num_left or not self.sizing.shortening_pays(
+            step.num_tokens + num_new,
+            num_left,
+            num_kv_tokens=step.num_kv_tokens() + num_context,
+            num_next_decodes=step.num_decodes + len(step.completed_prompts()),
+        ):
+            return 0
+        return num_left if self._next_admission(self._reserved_blocks()) is None else 0
 
     def _grow(self, step: StepBuilder, sequence: Sequence, num_blocks: int) -> None:
         first = len(sequence.blocks)
@@ -279,7 +292,7 @@ class Scheduler:
         if not keep.all():  # aborted meanwhile
             sampled, rows = sampled[keep], rows[keep]
             token_ids, is_valid = token_ids[keep], is_valid[keep]
-        sequences = self._sequences_at(rows)
+        sequences = self._table.sequences_at(rows)
         if not is_valid.all():
             failed = [s for s, valid in zip(sequences, is_valid.tolist(), strict=True) if not valid]
             finished = [self._fail(sequence) for sequence in failed]
@@ -287,9 +300,7 @@ class Scheduler:
             sampled, rows, token_ids = sampled[is_valid], rows[is_valid], token_ids[is_valid]
         else:
             finished = []
-        num_tokens = table.num_tokens[rows]
-        table.token_ids[rows, num_tokens] = token_ids
-        table.num_tokens[rows] = num_tokens + 1
+        table.append(rows, token_ids)
         self._note_first_tokens(sequences, sampled >= scheduled.num_decodes)
         finished += self._end_sequences(sequences, rows, token_ids)
         return SequenceUpdates(sequences=sequences, token_ids=token_ids, finished=finished)
@@ -300,7 +311,8 @@ class Scheduler:
         What the step registered in the prefix cache is taken back. Blocks filled by earlier
         steps stay findable, so that most of the work isn't done again.
         """
-        for sequence in self._sequences_at(scheduled.rows[self._table.is_live[scheduled.rows]]):
+        rows = scheduled.rows
+        for sequence in self._table.sequences_at(rows[self._table.is_live[rows]]):
             self._preempt(sequence)
         self._blocks.rollback(scheduled.step)
         self._end_flight()
@@ -313,16 +325,7 @@ class Scheduler:
     def _end_sequences(
         self, sequences: list[Sequence], rows: np.ndarray, token_ids: np.ndarray
     ) -> list[Sequence]:
-        table = self._table
-        num_tokens = table.num_tokens[rows]
-        stops = np.zeros(len(rows), dtype=bool)
-        for end_token in self.config.end_token_ids:
-            stops |= token_ids == end_token
-        stops &= table.obeys_end_tokens[rows]
-        for i in np.flatnonzero(table.has_stop_token_ids[rows]).tolist():
-            stops[i] |= int(token_ids[i]) in sequences[i].params.stop_token_ids
-        stops &= num_tokens > table.min_total_tokens[rows]
-        ends = stops | (num_tokens >= table.max_total_tokens[rows])
+        ends, stops = self._table.find_ends(rows, token_ids, self.config.end_token_ids)
         finished = []
         for i in np.flatnonzero(ends).tolist():
             self._leave(sequences[i])
@@ -389,9 +392,6 @@ class Scheduler:
         sequence.finish_reason = reason
         sequence.finish_time = self._clock()
         self._num_endings += 1
-
-    def _sequences_at(self, rows: np.ndarray) -> list[Sequence]:
-        return cast("list[Sequence]", [*map(self._table.sequences.__getitem__, rows.tolist())])
 
     def _rows_of_decoding(self) -> np.ndarray:
         if self._decode_rows is None:

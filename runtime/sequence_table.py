@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 
 from .sequence import Sequence, SequenceStatus
@@ -56,6 +58,55 @@ class SequenceTable:
         self.obeys_end_tokens[row] = not params.ignore_eos
         self.has_stop_token_ids[row] = bool(params.stop_token_ids)
         self.is_live[row] = True
+
+    def sequences_at(self, rows: np.ndarray) -> list[Sequence]:
+        """The sequences of [n] live rows."""
+        return cast("list[Sequence]", [*map(self.sequences.__getitem__, rows.tolist())])
+
+    def append(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
+        """Add one token to each of [n] rows."""
+        num_tokens = self.num_tokens[rows]
+        self.token_ids[rows, num_tokens] = token_ids
+        self.num_tokens[rows] = num_tokens + 1
+
+    def find_ends(
+        self, rows: np.ndarray, token_ids: np.ndarray, end_token_ids: tuple[int, ...]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Which rows end with the token they just got, and which of those by a stop token.
+
+        Args:
+            rows: [n] live rows.
+            token_ids: [n] int64, their newest tokens.
+            end_token_ids: ids that end a sequence unless it ignores them.
+
+        Returns:
+            Two [n] bool arrays, ends and stops.
+        """
+        num_tokens = self.num_tokens[rows]
+        stops = np.zeros(len(rows), dtype=bool)
+        for end_token in end_token_ids:
+            stops |= token_ids == end_token
+        stops &= self.obeys_end_tokens[rows]
+        for i in np.flatnonzero(self.has_stop_token_ids[rows]).tolist():
+            sequence = self.sequences[rows[i]]
+            assert sequence is not None, f"row {rows[i]} is not live"
+            stops[i] |= int(token_ids[i]) in sequence.params.stop_token_ids
+        stops &= num_tokens > self.min_total_tokens[rows]
+        return stops | (num_tokens >= self.max_total_tokens[rows]), stops
+
+    def check_integrity(
+        self, running: list[Sequence], *, block_size: int, num_retired: int
+    ) -> None:
+        """Recount the rows from the sequences that own one; AssertionError if anything is off."""
+        for sequence in running:
+            row = sequence.row
+            assert self.sequences[row] is sequence, f"row {row} is not {sequence.request_id}'s"
+            num_slots = len(sequence.blocks) * block_size
+            assert self.num_slots[row] == num_slots, f"row {row}: slots are off"
+            assert self.num_computed[row] <= min(num_slots, self.num_tokens[row])
+        num_rows = self.num_free_rows + len(running) + num_retired
+        assert num_rows == self.max_num_seqs, "rows are lost or doubled"
+        assert int(self.is_live.sum()) == len(running), "a live row has no sequence"
 
     def retire(self, sequence: Sequence) -> None:
         """Bring the sequence's own tokens up to date and stop counting the row as live."""

@@ -49,6 +49,8 @@ class ScheduledBatch:
     """[b] ...at this place of the table..."""
     new_block_ids: np.ndarray
     """[b] ...by this block."""
+    bucket: int = 0
+    """Captured size that the step is padded to, of the ladder of its kind; 0: not padded."""
 
     @property
     def num_seqs(self) -> int:
@@ -59,6 +61,11 @@ class ScheduledBatch:
     def num_tokens(self) -> int:
         """Real tokens in the step, padding excluded."""
         return len(self.token_ids)
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Context of all sequences after the step: the K/V rows that attention reads."""
+        return int(self.num_computed_tokens.sum()) + self.num_tokens
 
     @property
     def is_uniform_decode(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from .budget_policy import BudgetPolicy
 from .sequence import Sequence
 from .sequence_table import SequenceTable
 from .step import ScheduledBatch
@@ -14,10 +15,14 @@ def _int64(values: list[int]) -> np.ndarray:
 
 
 class StepBuilder:
-    """Filled by the scheduler during one schedule(); `budget` is what is left of the step."""
+    """Filled by the scheduler during one schedule().
+
+    `budget` is how many tokens can still be added, `num_tokens` how many there are.
+    """
 
     def __init__(self, table: SequenceTable, budget: int) -> None:
         self.budget = budget
+        self.num_tokens = 0
         self._table = table
         self._decode_rows = np.empty(0, dtype=np.int64)
         self._chunked: list[Sequence] = []
@@ -31,10 +36,21 @@ class StepBuilder:
         """True while no sequence is in the step."""
         return not len(self._decode_rows) and not self._chunked
 
+    @property
+    def num_decodes(self) -> int:
+        """Decodes of the step."""
+        return len(self._decode_rows)
+
+    def num_kv_tokens(self) -> int:
+        """Context, after the step, of what is in it."""
+        decodes = int(self._table.num_computed[self._decode_rows].sum())
+        return decodes + sum(self._chunk_starts) + sum(self._chunk_sizes)
+
     def add_decodes(self, rows: np.ndarray) -> None:
         """Put all decoding rows in, one token each; the table's counts are advanced already."""
         self._decode_rows = rows
         self.budget -= len(rows)
+        self.num_tokens += len(rows)
 
     def add_chunk(self, sequence: Sequence, num_computed: int, num_new: int) -> None:
         """Put `num_new` tokens of a sequence in, from position `num_computed` on."""
@@ -42,6 +58,7 @@ class StepBuilder:
         self._chunk_starts.append(num_computed)
         self._chunk_sizes.append(num_new)
         self.budget -= num_new
+        self.num_tokens += num_new
 
     def add_admission(self, sequence: Sequence) -> None:
         """Tell the runner whose row it is now."""
@@ -58,9 +75,11 @@ class StepBuilder:
         computed, known = self._table.num_computed, self._table.num_tokens
         return [s for s in self._chunked if computed[s.row] == known[s.row]]
 
-    def build(self, step: int, released_rows: list[int]) -> ScheduledBatch:
-        """The step as a value."""
+    def build(self, step: int, released_rows: list[int], policy: BudgetPolicy) -> ScheduledBatch:
+        """The step as a value, its bucket chosen by `policy`."""
         table, num_decodes = self._table, len(self._decode_rows)
+        num_seqs = num_decodes + len(self._chunked)
+        bucket = policy.bucket(self.num_tokens, is_uniform_decode=self.num_tokens == num_seqs)
         decode_starts = table.num_computed[self._decode_rows] - 1
         chunk_rows = _int64([s.row for s in self._chunked])
         sampled_chunks = np.flatnonzero(
@@ -94,4 +113,5 @@ class StepBuilder:
             new_block_rows=new_blocks[:, 0],
             new_block_indices=new_blocks[:, 1],
             new_block_ids=new_blocks[:, 2],
+            bucket=bucket,
         )

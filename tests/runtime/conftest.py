@@ -13,6 +13,7 @@ from runtime.scheduler import Scheduler
 from runtime.scheduler_config import SchedulerConfig
 from runtime.sequence import Sequence, SequenceStatus
 from runtime.step import ScheduledBatch, SequenceUpdates, StepOutput
+from runtime.step_cost import StepCost
 
 VOCAB = 97
 MASK = (1 << 61) - 1
@@ -107,6 +108,8 @@ class Bench:
         end_token_ids: tuple[int, ...] = (),
         prefix_caching: bool = True,
         content_hash: Callable[[bytes], int] | None = None,
+        step_cost: StepCost | None = None,
+        **sizing: object,
     ) -> None:
         self.blocks = BlockManager(
             num_blocks + 1,
@@ -122,8 +125,10 @@ class Bench:
                 policy=policy,
                 max_prefill_chunk=max_prefill_chunk,
                 end_token_ids=end_token_ids,
+                **sizing,
             ),
             self.blocks,
+            step_cost=step_cost,
         )
         self.model = StandInModel(block_size)
         self.added: list[Sequence] = []
@@ -163,11 +168,19 @@ class Bench:
         assert (batch.num_new_tokens[: batch.num_decodes] == 1).all()
         assert len(set(batch.rows.tolist())) == batch.num_seqs
         assert batch.num_seqs > 0 or not scheduler.has_unfinished
+        assert batch.bucket == self.smallest_bucket(batch)
         owners = {sequence.row: sequence for sequence in scheduler.running_sequences()}
         context = batch.num_computed_tokens + batch.num_new_tokens
         for row, length in zip(batch.rows.tolist(), context.tolist(), strict=True):
             assert len(owners[row].blocks) == self.blocks.blocks_for(length)
         scheduler.check_integrity()
+
+    def smallest_bucket(self, batch: ScheduledBatch) -> int:
+        ladders = self.scheduler.config.ladders
+        if ladders is None or batch.num_tokens == 0:
+            return 0
+        sizes = (ladders.decode if batch.is_uniform_decode else ladders.mixed).sizes
+        return min((size for size in sizes if size >= batch.num_tokens), default=0)
 
     def step(self) -> SequenceUpdates:
         batch = self.schedule()

@@ -14,11 +14,29 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from graphs.capture_sizes import CaptureLadders
+
+
+class CubicCost:
+    """Makes large steps so dear that every chunk which can be shortened is."""
+
+    def seconds(self, num_tokens: int, num_kv_tokens: int) -> float:
+        return float(num_tokens**3) + 0.01 * num_kv_tokens
+
+
+LADDERS = [(1, 2, 4, 8, 16, 32, 64), (3, 5, 64), (7,), (2, 30, 31, 33)]
 PREFIXES = [[(7 * k + i) % 97 for i in range(200)] for k in range(3)]
 
 
-def random_traffic(make_bench, content_hash) -> type[RuleBasedStateMachine]:  # noqa: C901
-    """A state machine over one scheduler; `content_hash` None means the real hash."""
+def random_traffic(  # noqa: C901
+    make_bench, content_hash, *, sized: bool = False
+) -> type[RuleBasedStateMachine]:
+    """A state machine over one scheduler.
+
+    Args:
+        content_hash: of the prefix cache; None means the real one.
+        sized: with captured sizes, bucket fitting and, for some, a latency target.
+    """
 
     class RandomTraffic(RuleBasedStateMachine):
         @initialize(
@@ -29,20 +47,44 @@ def random_traffic(make_bench, content_hash) -> type[RuleBasedStateMachine]:  # 
             policy=st.sampled_from(["fcfs", "priority", "prefill_first"]),
             prefix_caching=st.booleans(),
             chunk=st.sampled_from([None, 1, 9]),
+            sizes=st.sampled_from(LADDERS),
+            target_ms=st.sampled_from([None, None, 1.0, 27e3, 1e6]),
         )
         def start(
-            self, block_size, num_blocks, budget, max_num_seqs, policy, prefix_caching, chunk
+            self,
+            block_size,
+            num_blocks,
+            budget,
+            max_num_seqs,
+            policy,
+            prefix_caching,
+            chunk,
+            sizes,
+            target_ms,
         ):
+            max_num_seqs = min(max_num_seqs, budget)
+            sizing = {}
+            if sized:
+                ladders = CaptureLadders.explicit(
+                    sizes, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
+                )
+                sizing = {
+                    "ladders": ladders,
+                    "bucket_fitting": True,
+                    "itl_target_ms": target_ms,
+                    "step_cost": CubicCost(),
+                }
             self.bench = make_bench(
                 block_size=block_size,
                 num_blocks=num_blocks,
                 budget=budget,
-                max_num_seqs=min(max_num_seqs, budget),
+                max_num_seqs=max_num_seqs,
                 policy=policy,
                 prefix_caching=prefix_caching or content_hash is not None,
                 max_prefill_chunk=chunk,
                 end_token_ids=(11, 23),
                 content_hash=content_hash,
+                **sizing,
             )
 
         @rule(
@@ -115,10 +157,18 @@ def random_traffic(make_bench, content_hash) -> type[RuleBasedStateMachine]:  # 
 @pytest.mark.parametrize("content_hash", [None, lambda content: 7], ids=["xxh3", "constant"])
 def test_random_traffic_keeps_every_slot_and_every_token_right(make_bench, content_hash):
     """10,000 operations: 100 runs of 100 rules, with the checks of each step on top."""
+    run(random_traffic(make_bench, content_hash), max_examples=100)
+
+
+def test_random_traffic_with_buckets_fitting_and_latency_targets(make_bench):
+    run(random_traffic(make_bench, None, sized=True), max_examples=100)
+
+
+def run(machine: type[RuleBasedStateMachine], *, max_examples: int) -> None:
     run_state_machine_as_test(
-        random_traffic(make_bench, content_hash),
+        machine,
         settings=settings(
-            max_examples=100,
+            max_examples=max_examples,
             stateful_step_count=100,
             deadline=None,
             suppress_health_check=list(HealthCheck),

@@ -1,0 +1,151 @@
+"""How large a step gets: its prompt share, where its last chunk ends, and its bucket."""
+
+from __future__ import annotations
+
+from .scheduler_config import SchedulerConfig
+from .step_cost import StepCost
+
+UNPADDED = 0
+"""`ScheduledBatch.bucket` of a step that runs at its own size."""
+
+_PROMPT_SHARE = 16
+"""One in so many tokens of the budget is the least that prompts get at a time..."""
+_MAX_HELD_STEPS = 4
+"""...at least once in so many steps, whatever the latency target says."""
+
+
+class BudgetPolicy:
+    """Answers the scheduler's questions about a step's size. Owns no sequence.
+
+    **Prompt share.** Under `itl_target_ms` a step that decodes is at most as large as the largest
+    bucket (without ladders: the largest number of tokens) whose predicted time meets the target.
+    Where that leaves prompts less than a sixteenth of the budget they get that sixteenth in one
+    step of four, so they advance however tight the target is.
+
+    **Bucket fitting.** The last chunk of a mixed step may be shortened so that the step fills a
+    smaller captured size. What is left of its prompt then goes first into the next step, and its
+    first token comes with that one. It is done only if both steps together are predicted to end
+    no later than the padded step alone would, so that no sequence of the step waits longer for
+    any token. A shortened chunk keeps at least two tokens, so its prompt gets shorter with every
+    step that it is in, and runs at most as many steps as it has tokens.
+
+    **Bucket.** The smallest captured size of the step's kind that holds it.
+
+    Args:
+        config: ladders, fitting and target are what counts here.
+        step_cost: needed for fitting and target.
+    """
+
+    def __init__(self, config: SchedulerConfig, step_cost: StepCost | None = None) -> None:
+        self.num_target_misses = 0
+        """Steps that no bucket kept within the target, or that prompts were owed a share of."""
+        self._budget = config.max_num_batched_tokens
+        self._ladders = config.ladders
+        self._target: float | None = None
+        if config.itl_target_ms is not None:
+            self._target = config.itl_target_ms / 1000
+        self._fits = config.bucket_fitting
+        self._num_held_steps = 0
+        self._cost = step_cost
+        needs_cost = self._fits or self._target is not None
+        assert step_cost is not None or not needs_cost, "fitting and target need a step cost"
+
+    @property
+    def has_target(self) -> bool:
+        """True if `prompt_tokens` has to be asked."""
+        return self._target is not None
+
+    def bucket(self, num_tokens: int, *, is_uniform_decode: bool) -> int:
+        """The size that a step is padded to; UNPADDED without ladders and above their top."""
+        if self._ladders is None or num_tokens == 0:
+            return UNPADDED
+        size = self._ladders.lookup(num_tokens, is_uniform_decode=is_uniform_decode)
+        return UNPADDED if size is None else size
+
+    def prompt_tokens(self, num_decodes: int, num_kv_tokens: int, *, has_prompts: bool) -> int:
+        """Prompt tokens that a step may hold beside its decodes.
+
+        Args:
+            num_decodes: decodes of the step.
+            num_kv_tokens: their context after the step, and what prompts under way have computed.
+            has_prompts: whether any sequence could use them.
+        """
+        room = self._budget - num_decodes
+        if self._target is None or num_decodes == 0:
+            return room
+        allowed = self._largest_step(num_decodes, num_kv_tokens, self._target) - num_decodes
+        is_miss = allowed < 0
+        share = min(room, max(2, self._budget // _PROMPT_SHARE))
+        if not has_prompts or allowed >= share:
+            self._num_held_steps = 0
+        else:
+            self._num_held_steps += 1
+            if self._num_held_steps == _MAX_HELD_STEPS:
+                self._num_held_steps = 0
+                is_miss, allowed = True, share
+        self.num_target_misses += is_miss
+        return max(allowed, 0)
+
+    def _largest_step(self, num_decodes: int, num_kv_tokens: int, target: float) -> int:
+        """Tokens of the largest step within the target, decodes included; -1 if there is none."""
+        if self._seconds(num_decodes, num_kv_tokens, is_uniform_decode=True) > target:
+            return -1
+        largest = num_decodes
+        if self._ladders is not None:
+            for size in reversed(self._ladders.mixed.sizes):
+                num_new = size - num_decodes
+                if num_new <= 0:
+                    return largest
+                if self._seconds(size, num_kv_tokens + num_new, is_uniform_decode=False) <= target:
+                    return size
+            return largest
+        above = self._budget + 1
+        while above - largest > 1:
+            middle = (largest + above) // 2
+            num_kv = num_kv_tokens + middle - num_decodes
+            if self._seconds(middle, num_kv, is_uniform_decode=False) <= target:
+                largest = middle
+            else:
+                above = middle
+        return largest
+
+    def num_beyond_size(self, num_new: int, *, num_before: int) -> int:
+        """How much less of a chunk would fill a smaller size; 0 if there is none, or no fitting.
+
+        Args:
+            num_new: tokens of the chunk.
+            num_before: tokens of the step before it.
+        """
+        if self._ladders is None or not self._fits:
+            return 0
+        size = self._ladders.mixed.floor(num_before + num_new)
+        return 0 if size is None or size < num_before + 2 else num_before + num_new - size
+
+    def shortening_pays(
+        self, num_tokens: int, num_left: int, *, num_kv_tokens: int, num_next_decodes: int
+    ) -> bool:
+        """Whether leaving the end of a prompt to the next step delays no sequence's token.
+
+        Args:
+            num_tokens: tokens of the whole step, which would end the prompt.
+            num_left: how many of them the next step would run instead.
+            num_kv_tokens: context of the whole step.
+            num_next_decodes: sequences that decode in the next step besides.
+        """
+        padded = self._seconds(num_tokens, num_kv_tokens, is_uniform_decode=False)
+        shortened = self._seconds(
+            num_tokens - num_left, num_kv_tokens - num_left, is_uniform_decode=False
+        )
+        following = self._seconds(
+            num_next_decodes + num_left,
+            num_kv_tokens + num_next_decodes,
+            is_uniform_decode=num_left == 1,
+        )
+        if self._target is not None and following > self._target:
+            return False  # the rest might be held back for some steps
+        return shortened + following <= padded
+
+    def _seconds(self, num_tokens: int, num_kv_tokens: int, *, is_uniform_decode: bool) -> float:
+        assert self._cost is not None, "a prediction needs a step cost"
+        bucket = self.bucket(num_tokens, is_uniform_decode=is_uniform_decode)
+        return self._cost.seconds(bucket or num_tokens, num_kv_tokens)

@@ -1,7 +1,7 @@
 """How a forward pass is launched. Knows tensors, not requests."""
 
 from .decode_graph import CapturablePlan, GraphSupport
-from .eager_runner import EagerRunner, ForwardModel
+from .forward_model import ForwardModel
 from .graph import CaptureError, Graph, GraphPool
 from .graph_runner import GraphMode, GraphOptions, GraphRunner, PreparedStep
 from .step_statistics import Launch, StepStatistics
@@ -9,7 +9,6 @@ from .step_statistics import Launch, StepStatistics
 __all__ = [
     "CapturablePlan",
     "CaptureError",
-    "EagerRunner",
     "ForwardModel",
     "Graph",
     "GraphMode",

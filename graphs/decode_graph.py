@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -14,7 +14,7 @@ from attention import (
     PagedKVCache,
 )
 
-from .eager_runner import ForwardModel
+from .forward_model import ForwardModel
 from .graph import Graph, GraphPool
 from .static_inputs import StaticInputs
 
@@ -42,6 +42,7 @@ class CapturablePlan(Protocol):
         ...
 
 
+@runtime_checkable
 class GraphSupport(Protocol):
     """Offered by a backend whose decode attention can be part of a full graph."""
 

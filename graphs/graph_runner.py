@@ -20,7 +20,7 @@ from attention import (
 )
 
 from .decode_graph import DecodeGraph, GraphSupport
-from .eager_runner import ForwardModel
+from .forward_model import ForwardModel
 from .graph import GraphPool
 from .mixed_graph import MixedGraph
 from .static_inputs import StaticInputs

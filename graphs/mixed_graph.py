@@ -8,7 +8,7 @@ import torch
 
 from attention import LayerAttention
 
-from .eager_runner import ForwardModel
+from .forward_model import ForwardModel
 from .graph import GraphPool
 from .piecewise_graph import Break, EagerCall, PiecewiseGraph
 from .static_inputs import StaticInputs

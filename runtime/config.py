@@ -9,21 +9,22 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import torch
 
+from graphs import GraphMode
 from graphs.capture_sizes import CaptureLadders, CaptureSizes, parse_capture_sizes
 
 from . import model_source
 from .environment import read_environment
 from .errors import ConfigError
+from .resolved_config import LoadFormat, ResolvedConfig
 from .scheduler_config import Policy
+from .step_cost import estimated_cost
 
 if TYPE_CHECKING:
     from .models import DecoderConfig
-
-LoadFormat = Literal["auto", "dummy"]
 
 MAX_BLOCK_SIZE = 256
 DTYPES = {
@@ -74,9 +75,14 @@ class EngineConfig:
     """Keep the K/V of past prompts and outputs and share it with prompts that start alike."""
     policy: Policy = "fcfs"
     """"fcfs", "priority" (lower first), or "prefill_first": no mixing, as a baseline."""
+    graph_mode: GraphMode | None = None
+    """Which steps run under captured graphs: "none"; "full": decode steps; "piecewise": all, in
+    segments around attention; "full_and_piecewise". None: STEPGRAPH_GRAPH_MODE, else
+    "full_and_piecewise" on CUDA and "none" on a CPU, where graphs are emulated for tests."""
     capture_sizes: str | Sequence[int] | None = None
     """Sizes that steps are padded to, as numbers or as text like "1,2,4,8-64:8,128": of decode
-    steps in sequences, of others in tokens. None: STEPGRAPH_CAPTURE_SIZES, else no padding."""
+    steps in sequences, of others in tokens. None: STEPGRAPH_CAPTURE_SIZES, else what suits the
+    limits and the model where graphs are captured, and no padding where none are."""
     bucket_fitting: bool = False
     """Shorten the last chunk of a step to a captured size where that saves time."""
     itl_target_ms: float | None = None
@@ -101,6 +107,8 @@ class EngineConfig:
         _one_of("load_format", self.load_format, get_args(LoadFormat))
         _one_of("policy", self.policy, get_args(Policy))
         _one_of("dtype", self.dtype, ("auto", *DTYPES))
+        if self.graph_mode is not None:
+            _one_of("graph_mode", self.graph_mode, get_args(GraphMode))
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization={share!r} is not above 0 and at most 1")
@@ -169,10 +177,24 @@ class EngineConfig:
         device = self._resolve_device(reasons)
         budget = self._resolve_budget(device, env, reasons)
         num_seqs = self._resolve_num_seqs(budget, reasons)
+        dtype = self._resolve_dtype(decoder, stored_dtype, reasons)
+        graph_mode = self._resolve_graph_mode(device, env, reasons)
+        ladders = self._explicit_ladders(num_seqs, budget, env, reasons)
+        if ladders is None and graph_mode != "none":
+            reasons["ladders"] = "chosen by the limits and the model's shape"
+            cost = estimated_cost(decoder, bytes_per_value=dtype.itemsize, device_type=device.type)
+            ladders = CaptureLadders.default(
+                max_num_seqs=num_seqs, max_num_batched_tokens=budget, ridge=cost.ridge
+            )
+        if ladders is None and self.bucket_fitting:
+            raise ConfigError(
+                "bucket_fitting=True, but no sizes are captured that steps could be fitted to; "
+                "give capture_sizes or a graph_mode"
+            )
         return ResolvedConfig(
             model_path=path,
             load_format=self.load_format,
-            dtype=self._resolve_dtype(decoder, stored_dtype, reasons),
+            dtype=dtype,
             device=device,
             max_model_len=self._resolve_model_len(decoder, reasons),
             max_num_seqs=num_seqs,
@@ -184,7 +206,8 @@ class EngineConfig:
             gpu_memory_utilization=float(self.gpu_memory_utilization),
             enable_prefix_caching=self.enable_prefix_caching,
             policy=self.policy,
-            ladders=self._resolve_ladders(num_seqs, budget, env, reasons),
+            graph_mode=graph_mode,
+            ladders=ladders,
             bucket_fitting=self.bucket_fitting,
             itl_target_ms=None if self.itl_target_ms is None else float(self.itl_target_ms),
             attention_backend=self.attention_backend or env.get("STEPGRAPH_ATTENTION", "auto"),
@@ -262,88 +285,28 @@ class EngineConfig:
             )
         return self.max_num_seqs
 
-    def _resolve_ladders(
+    def _resolve_graph_mode(
+        self, device: torch.device, env: Mapping[str, Any], reasons: dict[str, str]
+    ) -> GraphMode:
+        if self.graph_mode is not None:
+            return self.graph_mode
+        if "STEPGRAPH_GRAPH_MODE" in env:
+            reasons["graph_mode"] = "STEPGRAPH_GRAPH_MODE"
+            return cast("GraphMode", env["STEPGRAPH_GRAPH_MODE"])
+        reasons["graph_mode"] = f"the default on {device.type}"
+        return "none" if device.type == "cpu" else "full_and_piecewise"
+
+    def _explicit_ladders(
         self, num_seqs: int, budget: int, env: Mapping[str, Any], reasons: dict[str, str]
     ) -> CaptureLadders | None:
         sizes = self.capture_sizes
         if sizes is None and "STEPGRAPH_CAPTURE_SIZES" in env:
             reasons["ladders"] = "STEPGRAPH_CAPTURE_SIZES"
             sizes = env["STEPGRAPH_CAPTURE_SIZES"]
-        if sizes is not None:
-            assert not isinstance(sizes, str), "parsed when the options were made"
-            return CaptureLadders.explicit(
-                sizes, max_num_seqs=num_seqs, max_num_batched_tokens=budget
-            )
-        if self.bucket_fitting:
-            raise ConfigError(
-                "bucket_fitting=True, but no sizes are captured that steps could be fitted to; "
-                "give capture_sizes"
-            )
-        reasons["ladders"] = "no graphs are captured"
-        return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResolvedConfig:
-    """`EngineConfig` with every choice made. The fields mean the same."""
-
-    model_path: Path
-    """The local Hugging Face directory."""
-    load_format: LoadFormat
-    """As in EngineConfig."""
-    dtype: torch.dtype
-    """Of weights, activations and KV cache."""
-    device: torch.device
-    """Where the model runs."""
-    max_model_len: int
-    """Most tokens of one sequence."""
-    max_num_seqs: int
-    """Most sequences running at a time; at most the token budget."""
-    max_num_batched_tokens: int
-    """Token budget of a step."""
-    max_prefill_chunk: int | None
-    """Most prompt tokens of one sequence in a step; None: what the budget leaves."""
-    block_size: int
-    """Tokens of a KV block."""
-    num_kv_blocks: int | None
-    """As in EngineConfig; the pool itself is sized when the model is loaded."""
-    kv_cache_bytes: int | None
-    """As in EngineConfig."""
-    gpu_memory_utilization: float
-    """As in EngineConfig."""
-    enable_prefix_caching: bool
-    """As in EngineConfig."""
-    policy: Policy
-    """As in EngineConfig."""
-    ladders: CaptureLadders | None
-    """Captured sizes of decode steps and of others; None: steps run at their own size."""
-    bucket_fitting: bool
-    """As in EngineConfig."""
-    itl_target_ms: float | None
-    """As in EngineConfig."""
-    attention_backend: str
-    """A backend's name, or "auto"."""
-    seed: int
-    """As in EngineConfig."""
-    nvtx: bool
-    """Whether the stages of a step open NVTX ranges."""
-    reasons: Mapping[str, str]
-    """Why each option that was left open got its value."""
-
-    @property
-    def max_blocks_per_seq(self) -> int:
-        """Blocks of a sequence of max_model_len tokens."""
-        return -(-self.max_model_len // self.block_size)
-
-    def describe(self) -> str:
-        """One line per option, with the reason where it was chosen here."""
-        lines = []
-        for field in dataclasses.fields(self):
-            if field.name != "reasons":
-                reason = self.reasons.get(field.name)
-                value = getattr(self, field.name)
-                lines.append(f"{field.name} = {value}" + (f"  ({reason})" if reason else ""))
-        return "\n".join(lines)
+        if sizes is None:
+            return None
+        assert not isinstance(sizes, str), "parsed when the options were made"
+        return CaptureLadders.explicit(sizes, max_num_seqs=num_seqs, max_num_batched_tokens=budget)
 
 
 _COUNTS = (

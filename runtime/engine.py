@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import random
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -197,6 +199,20 @@ class Engine:
         if sequence is not None:
             self.scheduler.abort(sequence)
         return sequence
+
+    def stats(self) -> dict[str, Any]:
+        """Totals since the start, in JSON's types: counters, and steps by graph mode and bucket.
+
+        Each bucket has its steps, real and padded tokens, and seconds; `falls` counts the steps
+        that ran eagerly though graphs are on, by reason, and `dropped` names sizes without one.
+        """
+        return {
+            "graph_mode": self.config.graph_mode,
+            "num_preemptions": self.scheduler.num_preemptions,
+            **dataclasses.asdict(self.counters),
+            **self._runner.statistics.as_dict(),
+            "dropped": self._runner.dropped_graphs,
+        }
 
     def check_integrity(self) -> None:
         """Recount all rows and blocks; AssertionError if anything is off."""

@@ -78,8 +78,15 @@ VARIABLES: tuple[Variable, ...] = (
         name="STEPGRAPH_CAPTURE_SIZES",
         parse=_parse_sizes,
         allowed='sizes and ranges start-stop:step with commas between, as in "1,2,4,8-64:8,128"',
-        default="none while no graphs are captured",
+        default="chosen by the graph mode",
         help="sizes that steps are padded to: of decode steps in sequences, of others in tokens",
+    ),
+    Variable(
+        name="STEPGRAPH_GRAPH_MODE",
+        parse=_choice("none", "full", "piecewise", "full_and_piecewise"),
+        allowed="none | full | piecewise | full_and_piecewise",
+        default="none on a CPU, full_and_piecewise on CUDA",
+        help="which steps run under captured graphs",
     ),
     Variable(
         name="STEPGRAPH_MAX_NUM_BATCHED_TOKENS",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import json
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -31,6 +33,8 @@ from .prompts import (
 from .sampling_params import SamplingParams
 from .sequence import Sequence as TokenSequence
 from .tokenizer import load_tokenizer
+
+logger = logging.getLogger("stepgraph.runtime")
 
 
 class LLM:
@@ -151,6 +155,7 @@ class LLM:
         """Give back the weights' and the KV pool's memory. Closing twice is fine."""
         if self._engine is None:
             return
+        logger.info("steps: %s", json.dumps(self._engine.stats()))
         on_cuda = self._engine.config.device.type == "cuda"
         self._engine = None
         gc.collect()

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
+import time
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
-from attention import AttentionSpec, BoundAttention, PagedKVCache, select_backend
-from graphs import EagerRunner
+from attention import AttentionSpec, PagedKVCache, select_backend
+from graphs import GraphOptions, GraphPool, GraphRunner, GraphSupport, StepStatistics
 
-from .config import ResolvedConfig
 from .input_batch import InputBatch, pack
 from .kv_memory import cpu_kv_bytes, cuda_kv_bytes, size_kv_pool
 from .models import DecoderConfig, load_decoder
 from .ranges import Ranges
+from .resolved_config import ResolvedConfig
 from .row_table import RowTable
 from .sampler import sample
 from .sampling_params import SamplingParams
@@ -65,40 +68,99 @@ class ModelRunner:
             scale=decoder_config.head_dim**-0.5,
         )
         self._backend = select_backend(config.attention_backend, self._spec)
-        self._runner = EagerRunner(self._model)
         self._staging = StagingBuffer(config.device)
         self._rows = self._new_row_table()
-        self._cache = self._allocate_kv_pool()
+        cache = self._allocate_kv_pool()
+        self.num_kv_blocks = cache.num_blocks
+        """Blocks of the KV pool, the null block included."""
+        self._graphs = self._new_graph_runner(cache, self._graph_options())
+        show = config.graph_mode != "none" and sys.stderr.isatty()
+        self._graphs.capture(lambda sizes: tqdm(sizes, desc="capture graphs", disable=not show))
 
     @property
-    def num_kv_blocks(self) -> int:
-        """Blocks of the KV pool, the null block included."""
-        return int(self._cache.keys[0].shape[0])
+    def statistics(self) -> StepStatistics:
+        """How steps were launched, per graph mode and bucket."""
+        return self._graphs.statistics
+
+    @property
+    def dropped_graphs(self) -> dict[str, str]:
+        """Sizes that were to be captured and have no graph, each with the reason."""
+        return {f"{mode} {size}": why for (mode, size), why in self._graphs.dropped.items()}
 
     def execute(self, scheduled: ScheduledBatch) -> StepOutput:
         """Run one step that has at least one token."""
         with self._ranges("pack", scheduled.num_tokens):
             self._rows.apply(scheduled)
             batch = pack(self._rows, scheduled, self._staging, self._end_token_ids)
-        return self._run(batch, self._cache)
+        return self._run(batch, scheduled, self._graphs)
 
     @torch.inference_mode()
-    def _run(self, batch: InputBatch, cache: PagedKVCache) -> StepOutput:
-        num_tokens = len(batch.input_ids)
-        with self._ranges("plan", num_tokens):
-            plan = self._backend.plan(batch.metadata)
-        with self._ranges("forward", num_tokens):
-            attend = BoundAttention(backend=self._backend, plan=plan, cache=cache)
-            hidden = self._runner.run(batch.input_ids, batch.positions, attend)
-        num_sampled = len(batch.logits_indices)
+    def _run(self, batch: InputBatch, scheduled: ScheduledBatch, graphs: GraphRunner) -> StepOutput:
+        start = time.perf_counter()
+        num_tokens, num_sampled = scheduled.num_tokens, len(scheduled.sampled)
+        with self._ranges("plan", num_tokens, scheduled.bucket):
+            uniform = scheduled.is_uniform_decode
+            launch = graphs.dispatch(num_tokens, scheduled.num_seqs, uniform)
+            step = graphs.prepare(launch, batch.input_ids, batch.positions, batch.metadata)
+        with self._ranges("forward", num_tokens, 0 if step.launch.mode == "eager" else launch.size):
+            hidden = graphs.run(step, batch.logits_indices)
         if num_sampled == 0:
             return StepOutput(token_ids=np.empty(0, np.int64), is_valid=np.empty(0, bool))
         with self._ranges("sample", num_sampled):
-            logits = self._model.compute_logits(hidden[batch.logits_indices])
-            sampled = sample(logits, batch.sampling)
+            sampled = sample(self._model.compute_logits(hidden), batch.sampling)
             token_ids = torch.where(sampled.is_valid, sampled.token_ids, -1)
             ids = token_ids.cpu().numpy()  # sync: the scheduler needs the ids to go on
+        graphs.statistics.add_seconds(step.launch, time.perf_counter() - start)
         return StepOutput(token_ids=ids, is_valid=ids >= 0)
+
+    # -- graphs -----------------------------------------------------------------------------
+
+    def _graph_options(self) -> GraphOptions:
+        config, ladders = self._config, self._config.ladders
+        if ladders is None or config.graph_mode == "none":
+            return self._no_graphs()
+        decode, mixed = ladders.decode.sizes, ladders.mixed.sizes
+        return GraphOptions(
+            mode=config.graph_mode,
+            decode_sizes=decode,
+            # Without full graphs decode steps are piecewise too, and want their own sizes there.
+            mixed_sizes=mixed if self._has_full_graphs() else (*decode, *mixed),
+            max_blocks_per_seq=config.max_blocks_per_seq,
+        )
+
+    def _no_graphs(self) -> GraphOptions:
+        return GraphOptions(
+            mode="none",
+            decode_sizes=(),
+            mixed_sizes=(),
+            max_blocks_per_seq=self._config.max_blocks_per_seq,
+        )
+
+    def _has_full_graphs(self) -> bool:
+        """Whether decode steps can run as one graph: only with a backend that supports it."""
+        return self._config.graph_mode != "piecewise" and self._graph_support() is not None
+
+    def _graph_support(self) -> GraphSupport | None:
+        return self._backend if isinstance(self._backend, GraphSupport) else None
+
+    def _new_graph_runner(self, cache: PagedKVCache, options: GraphOptions) -> GraphRunner:
+        return GraphRunner(
+            self._model,
+            self._backend,
+            cache,
+            options,
+            self._new_graph_pool(),
+            graph_support=self._graph_support(),
+        )
+
+    def _new_graph_pool(self) -> GraphPool:
+        if self._config.device.type == "cuda":
+            from graphs.cuda_graph import CudaGraphPool
+
+            return CudaGraphPool(self._config.device)
+        from graphs.host_graph import HostGraphPool
+
+        return HostGraphPool()
 
     # -- memory -----------------------------------------------------------------------------
 
@@ -153,7 +215,8 @@ class ModelRunner:
         rows = self._new_row_table()
         rows.apply(scheduled)
         batch = pack(rows, scheduled, self._staging, self._end_token_ids)
-        self._run(batch, PagedKVCache.allocate(self._spec, 2))
+        cache = PagedKVCache.allocate(self._spec, 2)
+        self._run(batch, scheduled, self._new_graph_runner(cache, self._no_graphs()))
 
 
 def largest_step(config: ResolvedConfig) -> ScheduledBatch:

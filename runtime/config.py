@@ -71,7 +71,8 @@ class EngineConfig:
     policy: Policy = "fcfs"
     """"fcfs", "priority" (lower first), or "prefill_first": no mixing, as a baseline."""
     attention_backend: str | None = None
-    """"torch", or "auto": the first that can run; None: STEPGRAPH_ATTENTION, else "auto"."""
+    """"native", "torch", or "auto": the first that can run; None: STEPGRAPH_ATTENTION, else
+    "auto"."""
     seed: int = 0
     """Of the seeds given to requests that have none, and of dummy weights."""
     nvtx: bool | None = None

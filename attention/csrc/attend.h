@@ -1,0 +1,331 @@
+// One item of work: query rows of one sequence against a range of its keys, by online softmax
+// (FlashAttention, Dao et al. 2022; split over keys as in Flash-Decoding).
+#pragma once
+
+#include <cstdlib>
+#include <limits>
+#include <new>
+
+#include "pack.h"
+#include "products.h"
+
+namespace stepgraph {
+
+// Everything is 64 bits wide, since the caller writes it as one array of integers.
+struct Call {
+    const void* query;  // [tokens, num_heads, head_dim], strides below in elements
+    const void* key;    // [tokens, num_kv_heads, head_dim]
+    const void* value;
+    void* keys;  // [num_slots, num_kv_heads, head_dim], contiguous
+    void* values;
+    void* out;                    // [tokens, num_heads, head_dim], contiguous
+    const int64_t* slot_mapping;  // [tokens]
+    const int32_t* block_tables;  // [sequences, table_stride]
+    const int32_t* work;          // [1 + items + reductions, kWorkColumns]
+    int64_t query_row_stride, query_head_stride;
+    int64_t key_row_stride, key_head_stride;
+    int64_t value_row_stride, value_head_stride;
+    int64_t num_tokens, num_slots, block_shift;
+    int64_t num_heads, num_kv_heads, head_dim, table_stride;
+    int64_t window;  // 0: none
+    int64_t dtype;   // 0 float32, 1 bfloat16, 2 float16
+    double scale;
+};
+
+constexpr int kWorkColumns = 9;
+
+// Mirrors native_plan.py, which explains the fields.
+struct Item {
+    int32_t position_offset, sequence, first_row, last_row, first_head, last_head;
+    int32_t first_key, last_key, partial;
+};
+
+struct Reduction {
+    int32_t first_row, last_row, first_head, last_head, partial, num_parts, unused[3];
+};
+
+// The largest score, the weights' sum, and the weighted sum of values of one row and head.
+inline int64_t partial_stride(const Call& call) { return call.head_dim + 2; }
+
+constexpr int kBlockKeys = 64;
+constexpr int kReductionWidth = 64;
+constexpr float kNone = -std::numeric_limits<float>::infinity();
+
+// Memory of one thread, kept between calls.
+class Scratch {
+public:
+    ~Scratch() { std::free(memory_); }
+
+    // Forgets what was taken, and makes room for num_bytes and some alignment.
+    void reset(std::size_t num_bytes) {
+        used_ = 0;
+        if (num_bytes <= size_) return;
+        std::free(memory_);
+        size_ = (num_bytes + 4095) / 4096 * 4096;
+        memory_ = static_cast<char*>(std::aligned_alloc(64, size_));
+        if (!memory_) {
+            size_ = 0;
+            throw std::bad_alloc();
+        }
+    }
+
+    template <class T>
+    T* take(std::size_t count) {
+        T* result = reinterpret_cast<T*>(memory_ + used_);
+        used_ += (count * sizeof(T) + 63) / 64 * 64;
+        return result;
+    }
+
+private:
+    char* memory_ = nullptr;
+    std::size_t size_ = 0, used_ = 0;
+};
+
+template <class Element>
+class Attention {
+    using Storage = typename Element::Storage;
+    using Product = typename ProductOf<Element>::Type;
+
+public:
+    Attention(const Call& call, const Item& item, Scratch& scratch, float* partials)
+        : call_(call), item_(item), partials_(partials) {
+        group_ = static_cast<int>(call.num_heads / call.num_kv_heads);
+        num_rows_ = (item.last_row - item.first_row) * group_;
+        head_dim_ = static_cast<int>(call.head_dim);
+        depth_ = (head_dim_ + Element::kPerWord - 1) / Element::kPerWord;
+        query_stride_ = round_up(depth_, kLanes);
+        value_stride_ = round_up(head_dim_, kLanes * Element::kPerWord);
+        const std::size_t heads = item.last_head - item.first_head;
+        const std::size_t rows = heads * num_rows_;
+        const std::size_t words = rows * (query_stride_ + value_stride_ + 2) +
+            num_rows_ * (2 * kBlockKeys + 1) + (query_stride_ + value_stride_ + 2) * kBlockKeys;
+        scratch.reset(words * 4 + 16 * 64);
+        offsets_ = scratch.take<int64_t>(kBlockKeys);
+        keys_ = scratch.take<uint32_t>(query_stride_ * kBlockKeys);
+        values_ = scratch.take<uint32_t>(value_stride_ * kBlockKeys);
+        query_ = scratch.take<uint32_t>(rows * query_stride_);
+        sums_ = scratch.take<float>(rows * value_stride_);
+        scores_ = scratch.take<float>(num_rows_ * kBlockKeys);
+        weights_ = scratch.take<uint32_t>(num_rows_ * kBlockKeys);
+        alpha_ = scratch.take<float>(num_rows_);
+        largest_ = scratch.take<float>(rows);
+        total_ = scratch.take<float>(rows);
+        std::memset(sums_, 0, rows * value_stride_ * sizeof(float));
+        for (std::size_t row = 0; row < rows; ++row) largest_[row] = kNone, total_[row] = 0;
+    }
+
+    // Returns a block id that is outside the cache, or -1.
+    int64_t run() {
+        load_query();
+        for (int key = item_.first_key; key < item_.last_key; key += kBlockKeys) {
+            const int count =
+                item_.last_key - key < kBlockKeys ? item_.last_key - key : kBlockKeys;
+            const int64_t bad_block = locate(key, count);
+            if (bad_block >= 0) return bad_block;
+            for (int head = item_.first_head; head < item_.last_head; ++head) {
+                attend(head, key, count);
+            }
+        }
+        if (item_.partial >= 0) {
+            store_partials();
+        } else {
+            store_result();
+        }
+        return -1;
+    }
+
+private:
+    void load_query() {
+        const auto* query = static_cast<const Storage*>(call_.query);
+        uint32_t* target = query_;
+        for (int head = item_.first_head; head < item_.last_head; ++head) {
+            for (int row = item_.first_row; row < item_.last_row; ++row) {
+                const Storage* source = query + row * call_.query_row_stride +
+                    head * group_ * call_.query_head_stride;
+                for (int g = 0; g < group_; ++g, target += query_stride_) {
+                    for (int d = 0; d < head_dim_; d += kLanes * Element::kPerWord) {
+                        store(
+                            target + d / Element::kPerWord,
+                            load_elements<Element>(
+                                source + g * call_.query_head_stride + d, head_dim_ - d));
+                    }
+                }
+            }
+        }
+    }
+
+    // Offsets of the keys' elements in the pages, without the head's.
+    int64_t locate(int first_key, int count) {
+        const int32_t* table = call_.block_tables + item_.sequence * call_.table_stride;
+        const int64_t token_stride = call_.num_kv_heads * call_.head_dim;
+        const int64_t block_size = int64_t{1} << call_.block_shift;
+        for (int i = 0; i < count; ++i) {
+            const int64_t position = first_key + i;
+            const int64_t block = table[position >> call_.block_shift];
+            const int64_t slot = (block << call_.block_shift) + (position & (block_size - 1));
+            if (block < 0 || slot >= call_.num_slots) return block < 0 ? -block : block;
+            offsets_[i] = slot * token_stride;
+        }
+        return -1;
+    }
+
+    void attend(int head, int first_key, int count) {
+        const int index = (head - item_.first_head) * num_rows_;
+        const int num_vectors = (count + kLanes - 1) / kLanes;
+        const int64_t head_offset = int64_t{head} * head_dim_;
+        pack_keys<Element>(
+            static_cast<const Storage*>(call_.keys) + head_offset, offsets_, count, head_dim_,
+            keys_, kBlockKeys);
+        ProductArgs product;
+        product.a = query_ + int64_t{index} * query_stride_;
+        product.a_stride = query_stride_;
+        product.b = keys_;
+        product.b_stride = kBlockKeys;
+        product.c = scores_;
+        product.c_stride = kBlockKeys;
+        product.alpha = nullptr;
+        product.depth = depth_;
+        multiply<Product>(product, num_rows_, num_vectors);
+        for (int row = 0; row < num_rows_; ++row) weigh(row, index + row, first_key, count);
+        pack_values<Element>(
+            static_cast<const Storage*>(call_.values) + head_offset, offsets_, count, head_dim_,
+            values_, value_stride_);
+        product.a = weights_;
+        product.a_stride = kBlockKeys / Element::kPerWord;
+        product.b = values_;
+        product.b_stride = value_stride_;
+        product.c = sums_ + int64_t{index} * value_stride_;
+        product.c_stride = value_stride_;
+        product.alpha = alpha_;
+        product.depth = (count + Element::kPerWord - 1) / Element::kPerWord;
+        multiply<Product>(product, num_rows_, (head_dim_ + kLanes - 1) / kLanes);
+    }
+
+    // Turns a row of scores into weights relative to the largest score so far.
+    void weigh(int row, int state, int first_key, int count) {
+        const int position = item_.first_row + row / group_ + item_.position_offset;
+        const int num_vectors = (count + kLanes - 1) / kLanes;
+        int last = position + 1 - first_key;
+        if (last > count) last = count;
+        int first = call_.window ? position + 1 - static_cast<int>(call_.window) - first_key : 0;
+        if (first < 0) first = 0;
+        const Floats scale = splat(static_cast<float>(call_.scale * 1.4426950408889634));
+        float* scores = scores_ + row * kBlockKeys;
+        Floats highest = splat(kNone);
+        for (int v = 0; v < num_vectors; ++v) {
+            Floats score = load<Floats>(scores + v * kLanes) * scale;
+            if (first > v * kLanes || last < (v + 1) * kLanes) {
+                const Ints key = lane_numbers() + v * kLanes;
+                score = select((key >= first) & (key < last), score, splat(kNone));
+            }
+            store(scores + v * kLanes, score);
+            highest = select(score > highest, score, highest);
+        }
+        const float before = largest_[state];
+        float now = largest(highest);
+        now = before > now ? before : now;
+        const float base = now == kNone ? 0.0f : now;  // no key seen yet: all weights are zero
+        Floats total = Floats{};
+        for (int v = 0; v < num_vectors; ++v) {
+            const Floats weight = exp2_negative(load<Floats>(scores + v * kLanes) - base);
+            total += weight;
+            store_weights(row, v, weight);
+        }
+        alpha_[row] = exp2_negative(splat(before - base))[0];
+        largest_[state] = now;
+        total_[state] = total_[state] * alpha_[row] + sum(total);
+    }
+
+    void store_weights(int row, int v, Floats weight) {
+        uint32_t* target = weights_ + row * (kBlockKeys / Element::kPerWord);
+        if constexpr (Element::kPerWord == 1) {
+            store(target + v * kLanes, weight);
+        } else {
+#if defined(__AVX512BF16__)
+            store(target + v * (kLanes / 2), _mm512_cvtneps_pbh(bits<__m512>(weight)));
+#endif
+        }
+    }
+
+    void store_partials() {
+        const int64_t rows = int64_t{item_.last_head - item_.first_head} * num_rows_;
+        float* target = partials_ + item_.partial * partial_stride(call_);
+        for (int64_t row = 0; row < rows; ++row, target += partial_stride(call_)) {
+            target[0] = largest_[row];
+            target[1] = total_[row];
+            std::memcpy(
+                target + 2, sums_ + row * value_stride_, head_dim_ * sizeof(float));
+        }
+    }
+
+    void store_result() {
+        int64_t state = 0;
+        for (int head = item_.first_head; head < item_.last_head; ++head) {
+            for (int row = item_.first_row; row < item_.last_row; ++row) {
+                auto* target = static_cast<Storage*>(call_.out) +
+                    (row * call_.num_heads + head * group_) * call_.head_dim;
+                for (int g = 0; g < group_; ++g, ++state, target += head_dim_) {
+                    const float inverse = total_[state] == 0 ? 0 : 1 / total_[state];
+                    const float* sums = sums_ + state * value_stride_;
+                    for (int d = 0; d < head_dim_; ++d) {
+                        target[d] = Element::from_float(sums[d] * inverse);
+                    }
+                }
+            }
+        }
+    }
+
+    const Call& call_;
+    const Item& item_;
+    float* partials_;
+    int group_, num_rows_, head_dim_;
+    int depth_;         // words of a head
+    int query_stride_;  // words
+    int value_stride_;  // words or floats
+    int64_t* offsets_;
+    uint32_t *keys_, *values_, *query_, *weights_;
+    float *sums_, *scores_, *alpha_, *largest_, *total_;
+};
+
+// Merges the parts of one item that was split over keys.
+template <class Element>
+void reduce(const Call& call, const Reduction& reduction, const float* partials) {
+    const int64_t group = call.num_heads / call.num_kv_heads;
+    const int64_t stride = partial_stride(call);
+    const int64_t rows = reduction.last_row - reduction.first_row;
+    const int64_t part_size = (reduction.last_head - reduction.first_head) * rows * group;
+    for (int64_t index = 0; index < part_size; ++index) {
+        const int64_t head = reduction.first_head * group + index / (rows * group) * group +
+            index % group;
+        const int64_t row = reduction.first_row + index % (rows * group) / group;
+        auto* target = static_cast<typename Element::Storage*>(call.out) +
+            (row * call.num_heads + head) * call.head_dim;
+        const float* first = partials + (reduction.partial + index) * stride;
+        float highest = kNone;
+        for (int part = 0; part < reduction.num_parts; ++part) {
+            const float largest = first[part * part_size * stride];
+            highest = largest > highest ? largest : highest;
+        }
+        const float base = highest == kNone ? 0.0f : highest;
+        float total = 0;
+        float sums[kReductionWidth];
+        for (int64_t d0 = 0; d0 < call.head_dim; d0 += kReductionWidth) {
+            const int64_t width =
+                call.head_dim - d0 < kReductionWidth ? call.head_dim - d0 : kReductionWidth;
+            std::memset(sums, 0, sizeof(sums));
+            total = 0;
+            for (int part = 0; part < reduction.num_parts; ++part) {
+                const float* source = first + part * part_size * stride;
+                const float factor = exp2_negative(splat(source[0] - base))[0];
+                total += source[1] * factor;
+                for (int64_t d = 0; d < width; ++d) sums[d] += source[2 + d0 + d] * factor;
+            }
+            const float inverse = total == 0 ? 0 : 1 / total;
+            for (int64_t d = 0; d < width; ++d) {
+                target[d0 + d] = Element::from_float(sums[d] * inverse);
+            }
+        }
+    }
+}
+
+}  // namespace stepgraph

@@ -98,9 +98,10 @@ public:
         const std::size_t heads = item.last_head - item.first_head;
         const std::size_t rows = heads * num_rows_;
         const std::size_t words = rows * (query_stride_ + value_stride_ + 2) +
-            num_rows_ * (2 * kBlockKeys + 1) + (query_stride_ + value_stride_ + 2) * kBlockKeys;
+            num_rows_ * (2 * kBlockKeys + 1) + (query_stride_ + value_stride_ + 4) * kBlockKeys;
         scratch.reset(words * 4 + 16 * 64);
         offsets_ = scratch.take<int64_t>(kBlockKeys);
+        next_offsets_ = scratch.take<int64_t>(kBlockKeys);
         keys_ = scratch.take<uint32_t>(query_stride_ * kBlockKeys);
         values_ = scratch.take<uint32_t>(value_stride_ * kBlockKeys);
         query_ = scratch.take<uint32_t>(rows * query_stride_);
@@ -117,15 +118,19 @@ public:
     // Returns a block id that is outside the cache, or -1.
     int64_t run() {
         load_query();
-        for (int key = item_.first_key; key < item_.last_key; key += kBlockKeys) {
-            const int count =
-                item_.last_key - key < kBlockKeys ? item_.last_key - key : kBlockKeys;
-            const int64_t bad_block = locate(key, count);
-            if (bad_block >= 0) return bad_block;
+        int count = block_length(item_.first_key);
+        int64_t bad_block = locate(item_.first_key, count);
+        for (int key = item_.first_key; count > 0 && bad_block < 0;) {
+            std::swap(offsets_, next_offsets_);
+            const int next_count = block_length(key + count);
+            bad_block = locate(key + count, next_count);
             for (int head = item_.first_head; head < item_.last_head; ++head) {
-                attend(head, key, count);
+                attend(head, key, count, next_count);
             }
+            key += count;
+            count = next_count;
         }
+        if (bad_block >= 0) return bad_block;
         if (item_.partial >= 0) {
             store_partials();
         } else {
@@ -154,7 +159,12 @@ private:
         }
     }
 
-    // Offsets of the keys' elements in the pages, without the head's.
+    int block_length(int first_key) const {
+        const int rest = item_.last_key - first_key;
+        return rest < kBlockKeys ? rest : kBlockKeys;
+    }
+
+    // Offsets of the next keys' elements in the pages, without the head's.
     int64_t locate(int first_key, int count) {
         const int32_t* table = call_.block_tables + item_.sequence * call_.table_stride;
         const int64_t token_stride = call_.num_kv_heads * call_.head_dim;
@@ -164,18 +174,18 @@ private:
             const int64_t block = table[position >> call_.block_shift];
             const int64_t slot = (block << call_.block_shift) + (position & (block_size - 1));
             if (block < 0 || slot >= call_.num_slots) return block < 0 ? -block : block;
-            offsets_[i] = slot * token_stride;
+            next_offsets_[i] = slot * token_stride;
         }
         return -1;
     }
 
-    void attend(int head, int first_key, int count) {
+    void attend(int head, int first_key, int count, int next_count) {
         const int index = (head - item_.first_head) * num_rows_;
         const int num_vectors = (count + kLanes - 1) / kLanes;
         const int64_t head_offset = int64_t{head} * head_dim_;
         pack_keys<Element>(
-            static_cast<const Storage*>(call_.keys) + head_offset, offsets_, count, head_dim_,
-            keys_, kBlockKeys);
+            static_cast<const Storage*>(call_.keys) + head_offset, offsets_,
+            count, head_dim_, rows_ahead(call_.keys, head, next_count), keys_, kBlockKeys);
         ProductArgs product;
         product.a = query_ + int64_t{index} * query_stride_;
         product.a_stride = query_stride_;
@@ -188,8 +198,8 @@ private:
         multiply<Product>(product, num_rows_, num_vectors);
         for (int row = 0; row < num_rows_; ++row) weigh(row, index + row, first_key, count);
         pack_values<Element>(
-            static_cast<const Storage*>(call_.values) + head_offset, offsets_, count, head_dim_,
-            values_, value_stride_);
+            static_cast<const Storage*>(call_.values) + head_offset, offsets_,
+            count, head_dim_, rows_ahead(call_.values, head, next_count), values_, value_stride_);
         product.a = weights_;
         product.a_stride = kBlockKeys / Element::kPerWord;
         product.b = values_;
@@ -199,6 +209,20 @@ private:
         product.alpha = alpha_;
         product.depth = (count + Element::kPerWord - 1) / Element::kPerWord;
         multiply<Product>(product, num_rows_, (head_dim_ + kLanes - 1) / kLanes);
+    }
+
+    // The share of the next rows, with all of the item's heads, to fetch beside this head's work.
+    Ahead rows_ahead(const void* pages, int head, int count) const {
+        const int heads = item_.last_head - item_.first_head, index = head - item_.first_head;
+        Ahead ahead;
+        ahead.pages = static_cast<const char*>(pages) +
+            int64_t{item_.first_head} * head_dim_ * sizeof(Storage);
+        ahead.offsets = next_offsets_;
+        ahead.element_bytes = sizeof(Storage);
+        ahead.row_bytes = heads * head_dim_ * sizeof(Storage);
+        ahead.row = ahead.first = count * index / heads;
+        ahead.last = count * (index + 1) / heads;
+        return ahead;
     }
 
     // Turns a row of scores into weights relative to the largest score so far.
@@ -282,7 +306,7 @@ private:
     int depth_;         // words of a head
     int query_stride_;  // words
     int value_stride_;  // words or floats
-    int64_t* offsets_;
+    int64_t *offsets_, *next_offsets_;
     uint32_t *keys_, *values_, *query_, *weights_;
     float *sums_, *scores_, *alpha_, *largest_, *total_;
 };

@@ -115,29 +115,30 @@ public:
         for (std::size_t row = 0; row < rows; ++row) largest_[row] = kNone, total_[row] = 0;
     }
 
-    // Returns a block id that is outside the cache, or -1.
-    int64_t run() {
+    // Returns false if the block table names a block that is outside the cache: bad_block().
+    bool run() {
         load_query();
         int count = block_length(item_.first_key);
-        int64_t bad_block = locate(item_.first_key, count);
-        for (int key = item_.first_key; count > 0 && bad_block < 0;) {
+        if (!locate(item_.first_key, count)) return false;
+        for (int key = item_.first_key; count > 0;) {
             std::swap(offsets_, next_offsets_);
             const int next_count = block_length(key + count);
-            bad_block = locate(key + count, next_count);
+            if (!locate(key + count, next_count)) return false;
             for (int head = item_.first_head; head < item_.last_head; ++head) {
                 attend(head, key, count, next_count);
             }
             key += count;
             count = next_count;
         }
-        if (bad_block >= 0) return bad_block;
         if (item_.partial >= 0) {
             store_partials();
         } else {
             store_result();
         }
-        return -1;
+        return true;
     }
+
+    int64_t bad_block() const { return bad_block_; }
 
 private:
     void load_query() {
@@ -165,7 +166,7 @@ private:
     }
 
     // Offsets of the next keys' elements in the pages, without the head's.
-    int64_t locate(int first_key, int count) {
+    bool locate(int first_key, int count) {
         const int32_t* table = call_.block_tables + item_.sequence * call_.table_stride;
         const int64_t token_stride = call_.num_kv_heads * call_.head_dim;
         const int64_t block_size = int64_t{1} << call_.block_shift;
@@ -173,10 +174,13 @@ private:
             const int64_t position = first_key + i;
             const int64_t block = table[position >> call_.block_shift];
             const int64_t slot = (block << call_.block_shift) + (position & (block_size - 1));
-            if (block < 0 || slot >= call_.num_slots) return block < 0 ? -block : block;
+            if (block < 0 || slot >= call_.num_slots) {
+                bad_block_ = block;
+                return false;
+            }
             next_offsets_[i] = slot * token_stride;
         }
-        return -1;
+        return true;
     }
 
     void attend(int head, int first_key, int count, int next_count) {
@@ -302,6 +306,7 @@ private:
     const Call& call_;
     const Item& item_;
     float* partials_;
+    int64_t bad_block_ = 0;
     int group_, num_rows_, head_dim_;
     int depth_;         // words of a head
     int query_stride_;  // words

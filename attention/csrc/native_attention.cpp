@@ -75,9 +75,8 @@ void work(Step& step) {
     if (step.status == kDone) {
         static thread_local Scratch scratch;
         for (int i; (i = step.next_item.fetch_add(1)) < step.num_items;) {
-            const int64_t block =
-                Attention<Element>(call, step.items[i], scratch, step.partials).run();
-            if (block >= 0) step.fail(kBadBlock, block);
+            Attention<Element> attention(call, step.items[i], scratch, step.partials);
+            if (!attention.run()) step.fail(kBadBlock, attention.bad_block());
         }
     }
     if (step.num_reductions == 0) return;

@@ -99,7 +99,7 @@ class NativeBackend(AttentionBackend):
         return result
 
 
-def _native_attention(
+def _native_attention(  # noqa: PLR0913 - an operator's arguments are flat
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -173,7 +173,7 @@ def _rows_contiguous(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _native_attention_fake(
+def _native_attention_fake(  # noqa: PLR0913 - as above
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -189,8 +189,8 @@ def _native_attention_fake(
     return query.new_empty(query.shape)
 
 
-_library = torch.library.Library("stepgraph", "FRAGMENT")
-_library.define(_SCHEMA)
-_library.impl("native_attention", _native_attention, "CPU")
+_library = torch.library.Library("stepgraph", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(_SCHEMA)  # type: ignore[no-untyped-call]
+_library.impl("native_attention", _native_attention, "CPU")  # type: ignore[no-untyped-call]
 torch.library.register_fake("stepgraph::native_attention", _native_attention_fake, lib=_library)
 _operator = torch.ops.stepgraph.native_attention.default

@@ -84,7 +84,8 @@ def _work_list(
 def _cost(spec: AttentionSpec, items: IntArray) -> IntArray:
     rows = (items[:, 3] - items[:, 2]) * spec.queries_per_kv
     heads = items[:, 5] - items[:, 4]
-    return (rows + _PACKING_ROWS) * heads * (items[:, 7] - items[:, 6])
+    cost: IntArray = (rows + _PACKING_ROWS) * heads * (items[:, 7] - items[:, 6])
+    return cost
 
 
 def _tile(spec: AttentionSpec, metadata: AttentionMetadata, window: int | None) -> IntArray:

@@ -52,7 +52,11 @@ def test_operator_keeps_its_contract(
 def test_compiled_layers_over_one_pool_equal_eager_ones(
     make_spec: MakeSpec, make_step: MakeStep
 ) -> None:
-    """Three layers, each with its own views of one allocation, at several token counts."""
+    """Three layers, each with its own views of one allocation, at several token counts.
+
+    The pool's shapes are static, as they are in a runtime. With symbolic ones Inductor was seen
+    to lose the offsets of views that share an allocation.
+    """
     spec = make_spec(num_heads=4, num_kv_heads=2, windows=(None, 7, None), dtype=torch.float32)
     operator = torch.ops.stepgraph.native_attention.default
 
@@ -83,12 +87,14 @@ def test_compiled_layers_over_one_pool_equal_eager_ones(
             hidden = hidden + attended
         return hidden
 
-    compiled = torch.compile(three_layers, fullgraph=True, dynamic=True)
+    compiled = torch.compile(three_layers, fullgraph=True)
     for pairs in ([(1, 40), (9, 20)], [(1, 3), (1, 77), (30, 0)], [(1, 18), (1, 5)]):
         results, caches = [], []
         for function in (three_layers, compiled):
             step = make_step(spec, pairs)
             plan = NativeBackend(spec).plan(step.metadata)
+            for tensor in (*step.cache.keys, *step.cache.values):
+                torch._dynamo.mark_static(tensor)
             windows = tuple(window or 0 for window in spec.windows)
             rest = (
                 *(plan.slot_mapping, plan.block_tables, plan.layers),

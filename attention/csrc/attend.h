@@ -2,6 +2,7 @@
 // (FlashAttention, Dao et al. 2022; split over keys as in Flash-Decoding).
 #pragma once
 
+#include <algorithm>
 #include <cstdlib>
 #include <limits>
 #include <new>
@@ -85,6 +86,8 @@ template <class Element>
 class Attention {
     using Storage = typename Element::Storage;
     using Product = typename ProductOf<Element>::Type;
+    // Weights that are rounded to bfloat16 need no more digits than that has.
+    static constexpr bool kExact = Element::kPerWord == 1;
 
 public:
     Attention(const Call& call, const Item& item, Scratch& scratch, float* partials)
@@ -92,13 +95,15 @@ public:
         group_ = static_cast<int>(call.num_heads / call.num_kv_heads);
         num_rows_ = (item.last_row - item.first_row) * group_;
         head_dim_ = static_cast<int>(call.head_dim);
+        scale_ = static_cast<float>(call.scale * 1.4426950408889634);
         depth_ = (head_dim_ + Element::kPerWord - 1) / Element::kPerWord;
         query_stride_ = round_up(depth_, kLanes);
         value_stride_ = round_up(head_dim_, kLanes * Element::kPerWord);
         const std::size_t heads = item.last_head - item.first_head;
         const std::size_t rows = heads * num_rows_;
-        const std::size_t words = rows * (query_stride_ + value_stride_ + 2) +
-            num_rows_ * (2 * kBlockKeys + 1) + (query_stride_ + value_stride_ + 4) * kBlockKeys;
+        const std::size_t padded_rows = round_up(num_rows_, kLanes);
+        const std::size_t words = rows * (query_stride_ + value_stride_ + kLanes + 1) + kLanes +
+            padded_rows * (2 * kBlockKeys + 2) + (query_stride_ + value_stride_ + 4) * kBlockKeys;
         scratch.reset(words * 4 + 16 * 64);
         offsets_ = scratch.take<int64_t>(kBlockKeys);
         next_offsets_ = scratch.take<int64_t>(kBlockKeys);
@@ -108,11 +113,13 @@ public:
         sums_ = scratch.take<float>(rows * value_stride_);
         scores_ = scratch.take<float>(num_rows_ * kBlockKeys);
         weights_ = scratch.take<uint32_t>(num_rows_ * kBlockKeys);
-        alpha_ = scratch.take<float>(num_rows_);
-        largest_ = scratch.take<float>(rows);
-        total_ = scratch.take<float>(rows);
+        alpha_ = scratch.take<float>(padded_rows);
+        bases_ = scratch.take<float>(padded_rows);
+        largest_ = scratch.take<float>(rows + kLanes);
+        totals_ = scratch.take<float>(rows * kLanes);
         std::memset(sums_, 0, rows * value_stride_ * sizeof(float));
-        for (std::size_t row = 0; row < rows; ++row) largest_[row] = kNone, total_[row] = 0;
+        std::memset(totals_, 0, rows * kLanes * sizeof(float));
+        std::fill_n(largest_, rows + kLanes, kNone);
     }
 
     // Returns false if the block table names a block that is outside the cache: bad_block().
@@ -200,7 +207,7 @@ private:
         product.alpha = nullptr;
         product.depth = depth_;
         multiply<Product>(product, num_rows_, num_vectors);
-        for (int row = 0; row < num_rows_; ++row) weigh(row, index + row, first_key, count);
+        weigh(index, first_key, count);
         pack_values<Element>(
             static_cast<const Storage*>(call_.values) + head_offset, offsets_,
             count, head_dim_, rows_ahead(call_.values, head, next_count), values_, value_stride_);
@@ -224,45 +231,67 @@ private:
         ahead.offsets = next_offsets_;
         ahead.element_bytes = sizeof(Storage);
         ahead.row_bytes = heads * head_dim_ * sizeof(Storage);
-        ahead.row = ahead.first = count * index / heads;
+        ahead.row = count * index / heads;
         ahead.last = count * (index + 1) / heads;
+        ahead.share = ahead.last - ahead.row;
         return ahead;
     }
 
-    // Turns a row of scores into weights relative to the largest score so far.
-    void weigh(int row, int state, int first_key, int count) {
+    // Turns scores into weights relative to the largest score so far.
+    void weigh(int state, int first_key, int count) {
+        for (int row = 0; row < num_rows_; ++row) {
+            bases_[row] = larger_of(
+                largest_[state + row], hide(row, first_key, count) * scale_);
+        }
+        for (int row = 0; row < num_rows_; row += kLanes) {  // arrays are padded to whole vectors
+            const Floats before = load<Floats>(largest_ + state + row);
+            const Floats now = load<Floats>(bases_ + row);
+            const Floats base = now == kNone ? Floats{} : now;  // no key seen: weights are zero
+            store(alpha_ + row, exp2_negative<kExact>(before - base));
+            store(bases_ + row, base);
+            for (int i = row; i < num_rows_ && i < row + kLanes; ++i) {
+                largest_[state + i] = now[i - row];
+            }
+        }
+        const int num_vectors = (count + kLanes - 1) / kLanes;
+        for (int row = 0; row < num_rows_; ++row) {
+            const float* scores = scores_ + row * kBlockKeys;
+            float* totals = totals_ + (state + row) * kLanes;
+            const Floats base = splat(bases_[row]);
+            Floats total = load<Floats>(totals) * alpha_[row];
+            for (int v = 0; v < num_vectors; ++v) {
+                const Floats weight =
+                    exp2_negative<kExact>(load<Floats>(scores + v * kLanes) * scale_ - base);
+                total += weight;
+                store_weights(row, v, weight);
+            }
+            store(totals, total);
+        }
+    }
+
+    // Makes the scores of keys that a row doesn't see -inf, and returns the largest one.
+    float hide(int row, int first_key, int count) {
         const int position = item_.first_row + row / group_ + item_.position_offset;
         const int num_vectors = (count + kLanes - 1) / kLanes;
         int last = position + 1 - first_key;
         if (last > count) last = count;
-        int first = call_.window ? position + 1 - static_cast<int>(call_.window) - first_key : 0;
-        if (first < 0) first = 0;
-        const Floats scale = splat(static_cast<float>(call_.scale * 1.4426950408889634));
+        const int first =
+            call_.window ? position + 1 - static_cast<int>(call_.window) - first_key : 0;
         float* scores = scores_ + row * kBlockKeys;
         Floats highest = splat(kNone);
         for (int v = 0; v < num_vectors; ++v) {
-            Floats score = load<Floats>(scores + v * kLanes) * scale;
+            Floats score = load<Floats>(scores + v * kLanes);
             if (first > v * kLanes || last < (v + 1) * kLanes) {
                 const Ints key = lane_numbers() + v * kLanes;
-                score = select((key >= first) & (key < last), score, splat(kNone));
+                score = (key >= first) & (key < last) ? score : splat(kNone);
+                store(scores + v * kLanes, score);
             }
-            store(scores + v * kLanes, score);
-            highest = select(score > highest, score, highest);
+            highest = larger(score, highest);
         }
-        const float before = largest_[state];
-        float now = largest(highest);
-        now = before > now ? before : now;
-        const float base = now == kNone ? 0.0f : now;  // no key seen yet: all weights are zero
-        Floats total = Floats{};
-        for (int v = 0; v < num_vectors; ++v) {
-            const Floats weight = exp2_negative(load<Floats>(scores + v * kLanes) - base);
-            total += weight;
-            store_weights(row, v, weight);
-        }
-        alpha_[row] = exp2_negative(splat(before - base))[0];
-        largest_[state] = now;
-        total_[state] = total_[state] * alpha_[row] + sum(total);
+        return largest(highest);
     }
+
+    static float larger_of(float one, float other) { return one > other ? one : other; }
 
     void store_weights(int row, int v, Floats weight) {
         uint32_t* target = weights_ + row * (kBlockKeys / Element::kPerWord);
@@ -280,7 +309,7 @@ private:
         float* target = partials_ + item_.partial * partial_stride(call_);
         for (int64_t row = 0; row < rows; ++row, target += partial_stride(call_)) {
             target[0] = largest_[row];
-            target[1] = total_[row];
+            target[1] = sum(load<Floats>(totals_ + row * kLanes));
             std::memcpy(
                 target + 2, sums_ + row * value_stride_, head_dim_ * sizeof(float));
         }
@@ -293,7 +322,8 @@ private:
                 auto* target = static_cast<Storage*>(call_.out) +
                     (row * call_.num_heads + head * group_) * call_.head_dim;
                 for (int g = 0; g < group_; ++g, ++state, target += head_dim_) {
-                    const float inverse = total_[state] == 0 ? 0 : 1 / total_[state];
+                    const float total = sum(load<Floats>(totals_ + state * kLanes));
+                    const float inverse = total == 0 ? 0 : 1 / total;
                     const float* sums = sums_ + state * value_stride_;
                     for (int d = 0; d < head_dim_; ++d) {
                         target[d] = Element::from_float(sums[d] * inverse);
@@ -307,13 +337,14 @@ private:
     const Item& item_;
     float* partials_;
     int64_t bad_block_ = 0;
+    float scale_;  // of scores whose power of 2 is taken
     int group_, num_rows_, head_dim_;
     int depth_;         // words of a head
     int query_stride_;  // words
     int value_stride_;  // words or floats
     int64_t *offsets_, *next_offsets_;
     uint32_t *keys_, *values_, *query_, *weights_;
-    float *sums_, *scores_, *alpha_, *largest_, *total_;
+    float *sums_, *scores_, *alpha_, *bases_, *largest_, *totals_;
 };
 
 // Merges the parts of one item that was split over keys.
@@ -345,7 +376,7 @@ void reduce(const Call& call, const Reduction& reduction, const float* partials)
             total = 0;
             for (int part = 0; part < reduction.num_parts; ++part) {
                 const float* source = first + part * part_size * stride;
-                const float factor = exp2_negative(splat(source[0] - base))[0];
+                const float factor = exp2_negative<true>(splat(source[0] - base))[0];
                 total += source[1] * factor;
                 for (int64_t d = 0; d < width; ++d) sums[d] += source[2 + d0 + d] * factor;
             }

@@ -11,12 +11,14 @@ struct Ahead {
     const char* pages;
     const int64_t* offsets;  // in elements
     std::size_t element_bytes, row_bytes;
-    int row, first, last;
+    int row, last;
+    int share;       // rows to fetch in all
+    int credit = 0;  // towards the next row, in units of one over the work's amount
 
-    // Fetches what is due when so much of the work beside it is done.
-    void advance(int done, int total) {
-        const int due = first + (last - first) * done / total;
-        for (; row < due; ++row) {
+    // Fetches what is due after so many more of `total` units of the work beside it.
+    void advance(int units, int total) {
+        credit += units * share;
+        for (; credit >= total && row < last; ++row, credit -= total) {
             const char* line = pages + offsets[row] * element_bytes;
             for (std::size_t i = 0; i < row_bytes; i += 64) __builtin_prefetch(line + i, 0, 2);
         }
@@ -32,7 +34,7 @@ void pack_keys(
     constexpr int step = kLanes * Element::kPerWord;
     for (int first = 0; first < count; first += kLanes) {
         const int columns = count - first < kLanes ? count - first : kLanes;
-        ahead.advance(first + columns, count);
+        ahead.advance(columns, count);
         for (int element = 0; element < head_dim; element += step) {
             Words rows[kLanes];
             if (columns == kLanes && element + step <= head_dim) {
@@ -65,7 +67,7 @@ void pack_values(
     if constexpr (Element::kPerWord == 1) {
         for (int key = 0; key < count; ++key) {
             const auto* row = pages + offsets[key];
-            ahead.advance(key + 1, count);
+            ahead.advance(1, count);
             for (int d = 0; d < head_dim; d += kLanes) {
                 store(target + key * stride + d, load_elements<Element>(row + d, head_dim - d));
             }
@@ -76,7 +78,7 @@ void pack_values(
             const auto* even = pages + offsets[key];
             const auto* odd = key + 1 < count ? pages + offsets[key + 1] : nullptr;
             uint32_t* row = target + key / 2 * stride;
-            ahead.advance(key + 1, count);
+            ahead.advance(odd ? 2 : 1, count);
             for (int d = 0; d < head_dim; d += 2 * kLanes) {
                 const int rest = head_dim - d;
                 const auto one = bits<Elements>(load_elements<Element>(even + d, rest));

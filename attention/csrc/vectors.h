@@ -56,10 +56,6 @@ inline To bits(From from) {
 
 inline Floats splat(float value) { return Floats{} + value; }
 
-inline Floats select(Ints condition, Floats yes, Floats no) {
-    return bits<Floats>((condition & bits<Ints>(yes)) | (~condition & bits<Ints>(no)));
-}
-
 inline Ints lane_numbers() {
     Ints numbers;
     for (int lane = 0; lane < kLanes; ++lane) numbers[lane] = lane;
@@ -155,37 +151,66 @@ inline void transpose(Words (&rows)[kLanes]) {
 
 // -- Functions --------------------------------------------------------------------------------
 
-// 2 ** x for x <= 0, within 2e-7; exactly 0 below -126, NaN for NaN.
+// The larger of two; the second if one is NaN.
+inline Floats larger(Floats one, Floats other) {
+#if defined(__AVX512F__)
+    return bits<Floats>(_mm512_max_ps(bits<__m512>(one), bits<__m512>(other)));
+#elif defined(__AVX2__)
+    return bits<Floats>(_mm256_max_ps(bits<__m256>(one), bits<__m256>(other)));
+#else
+    return one > other ? one : other;
+#endif
+}
+
+// 2 ** x for x <= 0, within 1.1e-4 of it or, if exact, 1e-7; 0 from -127 down, NaN for NaN.
+template <bool exact>
 inline Floats exp2_negative(Floats x) {
-    const Ints tiny = x < -126.0f;
-    const Floats clamped = select(tiny, splat(-126.0f), x);
+    const Floats clamped = larger(splat(-127.0f), x);
     const Floats shifted = clamped + 12582912.0f;  // 1.5 * 2 ** 23 leaves the nearest integer
     const Floats rest = clamped - (shifted - 12582912.0f);
-    // Minimax-like coefficients of 2 ** rest on [-0.5, 0.5].
-    Floats power = splat(1.5353362e-4f);
-    power = power * rest + 1.3398874e-3f;
-    power = power * rest + 9.6184373e-3f;
-    power = power * rest + 5.5503324e-2f;
-    power = power * rest + 2.4022648e-1f;
-    power = power * rest + 6.9314720e-1f;
-    power = power * rest + 1.0f;
-    const Floats result = bits<Floats>(bits<Words>(power) + (bits<Words>(shifted) << 23));
-    return select(tiny, Floats{}, result);
-}
-
-inline float largest(Floats value) {
-    float result = value[0];
-    for (int lane = 1; lane < kLanes; ++lane) result = value[lane] > result ? value[lane] : result;
-    return result;
-}
-
-inline float sum(Floats value) {
-    float lanes[kLanes];
-    std::memcpy(lanes, &value, sizeof(lanes));
-    for (int half = kLanes / 2; half > 0; half /= 2) {
-        for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+    // Minimax polynomials of 2 ** rest on [-0.5, 0.5], 1 at 0.
+    Floats power;
+    if constexpr (exact) {
+        power = splat(1.5353362e-4f);
+        power = power * rest + 1.3398874e-3f;
+        power = power * rest + 9.6184373e-3f;
+        power = power * rest + 5.5503324e-2f;
+        power = power * rest + 2.4022648e-1f;
+        power = power * rest + 6.9314720e-1f;
+    } else {
+        power = splat(5.50085679e-02f);
+        power = power * rest + 2.42210963e-01f;
+        power = power * rest + 6.93282967e-01f;
     }
-    return lanes[0];
+    power = power * rest + 1.0f;
+    // The integer's low bits, moved to the exponent.
+    return bits<Floats>(bits<Words>(power) + (bits<Words>(shifted) << 23));
+}
+
+template <int By, std::size_t... I>
+inline Floats rotate(Floats value, std::index_sequence<I...>) {
+    return bits<Floats>(STEPGRAPH_SHUFFLE(
+        Words, bits<Words>(value), bits<Words>(value), ((int(I) + By) % kLanes)...));
+}
+
+// Both combine all lanes. NaN is passed over by the first, and kept by the second.
+template <int Half = kLanes / 2>
+inline float largest(Floats value) {
+    if constexpr (Half == 0) {
+        return value[0];
+    } else {
+        const Floats other = rotate<Half>(value, std::make_index_sequence<kLanes>{});
+        return largest<Half / 2>(larger(other, value));
+    }
+}
+
+template <int Half = kLanes / 2>
+inline float sum(Floats value) {
+    if constexpr (Half == 0) {
+        return value[0];
+    } else {
+        return sum<Half / 2>(value + rotate<Half>(value, std::make_index_sequence<kLanes>{}));
+    }
 }
 
 }  // namespace stepgraph

@@ -54,6 +54,8 @@ class NativeBackend(AttentionBackend):
             reasons.append(f"device {spec.device} is not a CPU")
         if spec.dtype not in _DTYPES:
             reasons.append(f"dtype {spec.dtype} is none of {', '.join(map(str, _DTYPES))}")
+        if not spec.scale > 0:
+            reasons.append(f"scale {spec.scale} is not positive")
         if not reasons:
             try:
                 load_library(usable_levels()[0])

@@ -29,8 +29,8 @@ _COMMON_FLAGS = (
 )
 _COMPILERS = ("c++", "g++", "clang++")
 _TIMEOUT_SECONDS = 300
-# GNU's entry points; LLVM's and Intel's runtimes offer them too.
-_OPENMP_SYMBOLS = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
+# GNU's entry point for a parallel region; LLVM's and Intel's runtimes offer it too.
+_OPENMP_SYMBOL = "GOMP_parallel"
 
 
 class NativeBuildError(RuntimeError):
@@ -190,19 +190,19 @@ def load_library(level: str, cache_dir: Path | None = None) -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise NativeBuildError(f"the compiled library can't be loaded ({error})") from error
-    library.stepgraph_use_openmp.argtypes = [ctypes.c_void_p] * len(openmp)
+    library.stepgraph_use_openmp.argtypes = [ctypes.c_void_p]
     library.stepgraph_use_openmp.restype = None
     library.stepgraph_attend.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     library.stepgraph_attend.restype = ctypes.c_int64
-    library.stepgraph_use_openmp(*openmp)
+    library.stepgraph_use_openmp(openmp)
     return library
 
 
-def _torch_openmp() -> list[int]:
-    """Addresses of _OPENMP_SYMBOLS in the runtime that torch is linked with."""
+def _torch_openmp() -> int | None:
+    """Address of _OPENMP_SYMBOL in the runtime that torch is linked with."""
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        functions = [getattr(library, name) for name in _OPENMP_SYMBOLS]
+        function = getattr(library, _OPENMP_SYMBOL)
     except (OSError, AttributeError) as error:
         raise NativeBuildError(f"torch doesn't run its threads with OpenMP ({error})") from error
-    return [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions]
+    return ctypes.cast(function, ctypes.c_void_p).value

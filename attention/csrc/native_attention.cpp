@@ -1,7 +1,9 @@
 // The C interface: write a step's keys and values into the pages, then attend.
 //
 // Threads come from the OpenMP runtime that torch itself runs on. The caller hands its entry
-// points over, so this library links none and there is never a second pool of threads.
+// point over, so this library links none and there is never a second pool of threads.
+
+#include <sched.h>
 
 #include <atomic>
 #include <vector>
@@ -13,22 +15,56 @@ namespace {
 
 struct OpenMP {
     void (*parallel)(void (*)(void*), void*, unsigned, unsigned);  // GOMP_parallel
-    void (*barrier)();                                             // GOMP_barrier
-    int (*thread_num)();                                           // omp_get_thread_num
-    int (*num_threads)();                                          // omp_get_num_threads
 };
 
 OpenMP openmp;
 
+// Tasks that threads take by turns. Threads then wait for the tasks, not for each other: one
+// that the system runs late finds all done, where at a barrier everybody would wait for it.
+class TaskQueue {
+public:
+    explicit TaskQueue(int count) : count_(count) {}
+
+    template <class Function>
+    void run(const Function& function) {
+        for (int i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) {
+            function(i);
+            done_.fetch_add(1, std::memory_order_release);
+        }
+    }
+
+    void wait() const {
+        for (int spins = 0; done_.load(std::memory_order_acquire) < count_; ++spins) {
+            if (spins > kSpins) sched_yield();
+        }
+    }
+
+private:
+    static constexpr int kSpins = 10000;
+    const int count_;
+    std::atomic<int> next_{0}, done_{0};
+};
+
+constexpr int kRowsPerTask = 16;
+
 enum Status : int64_t { kDone = 0, kBadSlot = 1, kBadBlock = 2 };
 
 struct Step {
-    const Call* call;
+    explicit Step(const Call& of)
+        : call(of),
+          header(of.work),
+          items(reinterpret_cast<const Item*>(of.work + kWorkColumns)),
+          reductions(reinterpret_cast<const Reduction*>(items + header[0])),
+          writes(static_cast<int>((of.num_tokens + kRowsPerTask - 1) / kRowsPerTask)),
+          attentions(header[0]),
+          merges(header[1]) {}
+
+    const Call& call;
+    const int32_t* header;  // items, reductions, partial results, threads
     const Item* items;
     const Reduction* reductions;
-    int num_items, num_reductions;
-    float* partials;
-    std::atomic<int> next_item{0}, next_reduction{0};
+    float* partials = nullptr;
+    TaskQueue writes, attentions, merges;
     std::atomic<int64_t> status{kDone}, bad{0};
 
     void fail(Status why, int64_t what) {
@@ -39,7 +75,7 @@ struct Step {
 
 template <class Storage>
 void write_rows(Step& step, int64_t first, int64_t last) {
-    const Call& call = *step.call;
+    const Call& call = step.call;
     const int64_t token = call.num_kv_heads * call.head_dim;
     const std::size_t head_bytes = call.head_dim * sizeof(Storage);
     for (int64_t row = first; row < last; ++row) {
@@ -67,24 +103,23 @@ void write_rows(Step& step, int64_t first, int64_t last) {
 // What each thread of the team does.
 template <class Element>
 void work(Step& step) {
-    const Call& call = *step.call;
-    const int64_t thread = openmp.thread_num(), threads = openmp.num_threads();
-    write_rows<typename Element::Storage>(
-        step, call.num_tokens * thread / threads, call.num_tokens * (thread + 1) / threads);
-    openmp.barrier();  // rows may be read by any sequence: equal prompts share blocks
-    if (step.status == kDone) {
-        static thread_local Scratch scratch;
-        for (int i; (i = step.next_item.fetch_add(1)) < step.num_items;) {
-            Attention<Element> attention(call, step.items[i], scratch, step.partials);
-            if (!attention.run()) step.fail(kBadBlock, attention.bad_block());
-        }
-    }
-    if (step.num_reductions == 0) return;
-    openmp.barrier();
+    const Call& call = step.call;
+    step.writes.run([&](int64_t task) {
+        const int64_t first = task * kRowsPerTask, last = first + kRowsPerTask;
+        write_rows<typename Element::Storage>(step, first, std::min(last, call.num_tokens));
+    });
+    step.writes.wait();  // rows may be read by any sequence: equal prompts share blocks
     if (step.status != kDone) return;
-    for (int i; (i = step.next_reduction.fetch_add(1)) < step.num_reductions;) {
-        reduce<Element>(call, step.reductions[i], step.partials);
-    }
+    static thread_local Scratch scratch;
+    step.attentions.run([&](int task) {
+        Attention<Element> attention(call, step.items[task], scratch, step.partials);
+        if (!attention.run()) step.fail(kBadBlock, attention.bad_block());
+    });
+    if (step.header[1] == 0) return;
+    step.attentions.wait();
+    if (step.status != kDone) return;
+    step.merges.run(
+        [&](int task) { reduce<Element>(call, step.reductions[task], step.partials); });
 }
 
 template <class Element>
@@ -105,33 +140,21 @@ using Bfloat = BfloatElement;
 
 extern "C" {
 
-STEPGRAPH_EXPORT void stepgraph_use_openmp(
-    void* parallel, void* barrier, void* thread_num, void* num_threads) {
-    using stepgraph::openmp;
-    openmp.parallel = reinterpret_cast<decltype(openmp.parallel)>(parallel);
-    openmp.barrier = reinterpret_cast<decltype(openmp.barrier)>(barrier);
-    openmp.thread_num = reinterpret_cast<decltype(openmp.thread_num)>(thread_num);
-    openmp.num_threads = reinterpret_cast<decltype(openmp.num_threads)>(num_threads);
+STEPGRAPH_EXPORT void stepgraph_use_openmp(void* parallel) {
+    stepgraph::openmp.parallel = reinterpret_cast<decltype(stepgraph::openmp.parallel)>(parallel);
 }
 
 // Returns a Status; bad gets the slot or block id that is outside the cache.
 STEPGRAPH_EXPORT int64_t stepgraph_attend(const stepgraph::Call* call, int64_t* bad) {
     using namespace stepgraph;
-    const int32_t* header = call->work;
-    Step step;
-    step.call = call;
-    step.num_items = header[0];
-    step.num_reductions = header[1];
-    step.items = reinterpret_cast<const Item*>(call->work + kWorkColumns);
-    step.reductions =
-        reinterpret_cast<const Reduction*>(call->work + (1 + header[0]) * kWorkColumns);
+    Step step(*call);
     static thread_local std::vector<float> partials;
-    const std::size_t num_floats = header[2] * partial_stride(*call);
+    const std::size_t num_floats = step.header[2] * partial_stride(*call);
     if (partials.size() < num_floats) partials.resize(num_floats);
     step.partials = partials.data();
     void (*const entries[])(void*) = {
         work_entry<FloatElement>, work_entry<Bfloat>, work_entry<HalfElement>};
-    openmp.parallel(entries[call->dtype], &step, header[3], 0);
+    openmp.parallel(entries[call->dtype], &step, step.header[3], 0);
     *bad = step.bad;
     return step.status;
 }

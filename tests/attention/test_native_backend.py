@@ -335,9 +335,10 @@ def test_contexts_that_contradict_rows_or_tables_are_a_bug(
 
 
 def test_other_devices_and_dtypes_are_refused_with_every_reason(make_spec: MakeSpec) -> None:
-    spec = make_spec(dtype=torch.float64)
+    spec = make_spec(dtype=torch.float64, scale=0.0)
     spec = dataclasses.replace(spec, device=torch.device("meta"))
     assert NativeBackend.unsupported_reasons(spec) == [
         "device meta is not a CPU",
         "dtype torch.float64 is none of torch.float32, torch.bfloat16, torch.float16",
+        "scale 0.0 is not positive",
     ]

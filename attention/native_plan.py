@@ -29,7 +29,7 @@ _MIN_PART_KEYS = 128
 # Parts end at multiples of what the kernel attends at once.
 _KERNEL_KEYS = 64
 _ITEMS_PER_THREAD = 4
-# Products below which waking another thread costs more than it saves.
+# Products per thread below which waking it costs more than it saves.
 _MIN_THREAD_PRODUCTS = 1 << 16
 
 
@@ -71,7 +71,9 @@ def _work_list(
 ) -> torch.Tensor:
     items = _tile(spec, metadata, window)
     cost = _cost(spec, items)
-    num_threads = int(min(num_threads, 1 + cost.sum() * spec.head_dim // _MIN_THREAD_PRODUCTS))
+    # All threads or one: OpenMP runtimes end threads that a smaller team leaves over.
+    if cost.sum() * spec.head_dim < _MIN_THREAD_PRODUCTS * num_threads:
+        num_threads = 1
     items, reductions, num_partials = _split_keys(spec, items, cost, num_threads)
     items = items[np.argsort(-_cost(spec, items), kind="stable")]
     idle = _idle_items(spec, metadata)

@@ -105,15 +105,18 @@ def contiguous(query_len: int, context_len: int, num_seqs: int) -> Callable[[], 
     """The fused operator over all layers, on K/V [sequences, heads, context, head size]."""
     shape = (NUM_LAYERS, num_seqs, NUM_KV_HEADS, context_len, HEAD_DIM)
     keys, values = torch.randn(shape).to(DTYPE), torch.randn(shape).to(DTYPE)
-    query = torch.randn(num_seqs, NUM_HEADS, query_len, HEAD_DIM).to(DTYPE)
+    # Query heads of one key/value head as rows of it, which is faster than enable_gqa.
+    group = NUM_HEADS // NUM_KV_HEADS
+    query = torch.randn(num_seqs, NUM_KV_HEADS, query_len * group, HEAD_DIM).to(DTYPE)
     mask = None
     if query_len > 1:
-        visible = torch.ones(query_len, context_len, dtype=torch.bool)
-        mask = visible.tril(context_len - query_len)
+        hidden = torch.ones(query_len, context_len).triu(context_len - query_len + 1) > 0
+        mask = torch.zeros(query_len, context_len, dtype=DTYPE)
+        mask = mask.masked_fill_(hidden, float("-inf")).repeat_interleave(group, 0)
 
     def step() -> None:
         for key, value in zip(keys, values, strict=True):
-            F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+            F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
 
     return step
 

@@ -194,9 +194,14 @@ private:
         const int index = (head - item_.first_head) * num_rows_;
         const int num_vectors = (count + kLanes - 1) / kLanes;
         const int64_t head_offset = int64_t{head} * head_dim_;
+        const int num_words = (count + Element::kPerWord - 1) / Element::kPerWord;
+        // Larger products take so long that what is fetched beside packing suffices.
+        const bool products_fetch = num_rows_ <= kProductRows;
+        Ahead ahead = rows_ahead(head, next_count);
+        ahead.total = 2 * count + (products_fetch ? depth_ + num_words : 0);
         pack_keys<Element>(
             static_cast<const Storage*>(call_.keys) + head_offset, offsets_,
-            count, head_dim_, rows_ahead(call_.keys, head, next_count), keys_, kBlockKeys);
+            count, head_dim_, ahead, keys_, kBlockKeys);
         ProductArgs product;
         product.a = query_ + int64_t{index} * query_stride_;
         product.a_stride = query_stride_;
@@ -206,11 +211,12 @@ private:
         product.c_stride = kBlockKeys;
         product.alpha = nullptr;
         product.depth = depth_;
+        product.ahead = products_fetch ? &ahead : nullptr;
         multiply<Product>(product, num_rows_, num_vectors);
         weigh(index, first_key, count);
         pack_values<Element>(
             static_cast<const Storage*>(call_.values) + head_offset, offsets_,
-            count, head_dim_, rows_ahead(call_.values, head, next_count), values_, value_stride_);
+            count, head_dim_, ahead, values_, value_stride_);
         product.a = weights_;
         product.a_stride = kBlockKeys / Element::kPerWord;
         product.b = values_;
@@ -218,21 +224,22 @@ private:
         product.c = sums_ + int64_t{index} * value_stride_;
         product.c_stride = value_stride_;
         product.alpha = alpha_;
-        product.depth = (count + Element::kPerWord - 1) / Element::kPerWord;
+        product.depth = num_words;
         multiply<Product>(product, num_rows_, (head_dim_ + kLanes - 1) / kLanes);
     }
 
     // The share of the next rows, with all of the item's heads, to fetch beside this head's work.
-    Ahead rows_ahead(const void* pages, int head, int count) const {
+    Ahead rows_ahead(int head, int count) const {
         const int heads = item_.last_head - item_.first_head, index = head - item_.first_head;
+        const int64_t first_byte = int64_t{item_.first_head} * head_dim_ * sizeof(Storage);
         Ahead ahead;
-        ahead.pages = static_cast<const char*>(pages) +
-            int64_t{item_.first_head} * head_dim_ * sizeof(Storage);
+        ahead.keys = static_cast<const char*>(call_.keys) + first_byte;
+        ahead.values = static_cast<const char*>(call_.values) + first_byte;
         ahead.offsets = next_offsets_;
         ahead.element_bytes = sizeof(Storage);
         ahead.row_bytes = heads * head_dim_ * sizeof(Storage);
-        ahead.row = count * index / heads;
-        ahead.last = count * (index + 1) / heads;
+        ahead.row = 2 * count * index / heads;
+        ahead.last = 2 * count * (index + 1) / heads;
         ahead.share = ahead.last - ahead.row;
         return ahead;
     }

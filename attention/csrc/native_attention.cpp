@@ -35,12 +35,23 @@ public:
 
     void wait() const {
         for (int spins = 0; done_.load(std::memory_order_acquire) < count_; ++spins) {
-            if (spins > kSpins) sched_yield();
+            if (spins < kSpins) {
+                pause();
+            } else {
+                sched_yield();
+            }
         }
     }
 
 private:
-    static constexpr int kSpins = 10000;
+    static constexpr int kSpins = 1000;
+
+    static void pause() {
+#if defined(__x86_64__)
+        _mm_pause();
+#endif
+    }
+
     const int count_;
     std::atomic<int> next_{0}, done_{0};
 };

@@ -1,40 +1,21 @@
 // From pages to operands of products: transposed keys, and values with words along the keys.
 #pragma once
 
+#include "ahead.h"
 #include "elements.h"
 
 namespace stepgraph {
-
-// Rows of pages to fetch ahead of their use, a few at a time. Pages lie scattered, so the hardware
-// can't foresee where a sequence goes on; and a burst would only wait for itself.
-struct Ahead {
-    const char* pages;
-    const int64_t* offsets;  // in elements
-    std::size_t element_bytes, row_bytes;
-    int row, last;
-    int share;       // rows to fetch in all
-    int credit = 0;  // towards the next row, in units of one over the work's amount
-
-    // Fetches what is due after so many more of `total` units of the work beside it.
-    void advance(int units, int total) {
-        credit += units * share;
-        for (; credit >= total && row < last; ++row, credit -= total) {
-            const char* line = pages + offsets[row] * element_bytes;
-            for (std::size_t i = 0; i < row_bytes; i += 64) __builtin_prefetch(line + i, 0, 2);
-        }
-    }
-};
 
 // target [words of a head, stride] gets keys as columns; columns up to a multiple of kLanes past
 // count are zero.
 template <class Element>
 void pack_keys(
     const typename Element::Storage* pages, const int64_t* offsets, int count, int head_dim,
-    Ahead ahead, uint32_t* target, int stride) {
+    Ahead& ahead, uint32_t* target, int stride) {
     constexpr int step = kLanes * Element::kPerWord;
     for (int first = 0; first < count; first += kLanes) {
         const int columns = count - first < kLanes ? count - first : kLanes;
-        ahead.advance(columns, count);
+        ahead.advance(columns);
         for (int element = 0; element < head_dim; element += step) {
             Words rows[kLanes];
             if (columns == kLanes && element + step <= head_dim) {
@@ -63,11 +44,11 @@ void pack_keys(
 template <class Element>
 void pack_values(
     const typename Element::Storage* pages, const int64_t* offsets, int count, int head_dim,
-    Ahead ahead, uint32_t* target, int stride) {
+    Ahead& ahead, uint32_t* target, int stride) {
     if constexpr (Element::kPerWord == 1) {
         for (int key = 0; key < count; ++key) {
             const auto* row = pages + offsets[key];
-            ahead.advance(1, count);
+            ahead.advance(1);
             for (int d = 0; d < head_dim; d += kLanes) {
                 store(target + key * stride + d, load_elements<Element>(row + d, head_dim - d));
             }
@@ -78,7 +59,7 @@ void pack_values(
             const auto* even = pages + offsets[key];
             const auto* odd = key + 1 < count ? pages + offsets[key + 1] : nullptr;
             uint32_t* row = target + key / 2 * stride;
-            ahead.advance(odd ? 2 : 1, count);
+            ahead.advance(odd ? 2 : 1);
             for (int d = 0; d < head_dim; d += 2 * kLanes) {
                 const int rest = head_dim - d;
                 const auto one = bits<Elements>(load_elements<Element>(even + d, rest));

@@ -1,6 +1,7 @@
 // Small matrix products, C = [C * alpha] + A B, with the accumulators in registers.
 #pragma once
 
+#include "ahead.h"
 #include "elements.h"
 
 namespace stepgraph {
@@ -21,9 +22,10 @@ struct ProductArgs {
     int64_t c_stride;
     const float* alpha;  // [rows]: what C is multiplied by beforehand; null: C is overwritten
     int depth;
+    Ahead* ahead;  // what to fetch meanwhile, a unit per row of B; null: nothing
 };
 
-template <class Product, int R, int V>
+template <class Product, int R, int V, bool fetch>
 inline void product_block(const ProductArgs& args, int row, int column) {
     Floats sums[R][V];
     float* c = args.c + row * args.c_stride + column;
@@ -39,6 +41,7 @@ inline void product_block(const ProductArgs& args, int row, int column) {
     const uint32_t* a = args.a + row * args.a_stride;
     const uint32_t* b = args.b + column;
     for (int k = 0; k < args.depth; ++k) {
+        if constexpr (fetch) args.ahead->advance(1);
         Words operand[V];
 #pragma GCC unroll 8
         for (int v = 0; v < V; ++v) operand[v] = load<Words>(b + v * kLanes);
@@ -59,14 +62,20 @@ inline void product_block(const ProductArgs& args, int row, int column) {
     }
 }
 
+template <class Product, int R, int V>
+inline void product_columns(const ProductArgs& args, int row, int column) {
+    if (args.ahead && column == 0) return product_block<Product, R, V, true>(args, row, column);
+    product_block<Product, R, V, false>(args, row, column);
+}
+
 template <class Product, int R>
 inline void product_rows(const ProductArgs& args, int row, int num_vectors) {
     int v = 0;
     for (; v + kProductVectors <= num_vectors; v += kProductVectors) {
-        product_block<Product, R, kProductVectors>(args, row, v * kLanes);
+        product_columns<Product, R, kProductVectors>(args, row, v * kLanes);
     }
-    for (; v + 2 <= num_vectors; v += 2) product_block<Product, R, 2>(args, row, v * kLanes);
-    if (v < num_vectors) product_block<Product, R, 1>(args, row, v * kLanes);
+    for (; v + 2 <= num_vectors; v += 2) product_columns<Product, R, 2>(args, row, v * kLanes);
+    if (v < num_vectors) product_columns<Product, R, 1>(args, row, v * kLanes);
 }
 
 template <class Product, int R = kProductRows>

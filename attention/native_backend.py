@@ -138,7 +138,7 @@ def _native_attention(  # noqa: PLR0913 - an operator's arguments are flat
     assert keys.is_contiguous() and values.is_contiguous() and work.is_contiguous()
     assert key.dtype == value.dtype == keys.dtype == values.dtype == query.dtype
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=query.dtype)
-    # In the order of Call in csrc/attend.h.
+    # In the order of Call in csrc/call.h.
     packed = _PackedCall(
         query.data_ptr(),
         key.data_ptr(),

@@ -19,7 +19,7 @@ from .metadata import AttentionMetadata, AttentionSpec
 IntArray: TypeAlias = npt.NDArray[np.int64]
 
 WORK_COLUMNS = 9
-"""Columns of a work list; csrc/attend.h mirrors their order."""
+"""Columns of a work list; csrc/call.h mirrors their order."""
 # Query rows times query heads per key/value head: enough to repay packing a tile of keys.
 _TILE_ROWS = 96
 # What packing keys and values for products costs, in rows that are multiplied with them.

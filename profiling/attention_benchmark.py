@@ -92,7 +92,7 @@ def paged(name: str, metadata: AttentionMetadata, cache: PagedKVCache) -> Callab
     plan = backend.plan(metadata)
     heads = [NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS]
     rows = torch.randn(metadata.num_tokens, sum(heads), HEAD_DIM).to(DTYPE)
-    query, key, value = rows.split(heads, 1)
+    query, key, value = torch.split(rows, heads, 1)
 
     def step() -> None:
         for layer in range(NUM_LAYERS):

@@ -11,6 +11,12 @@ from .metadata import AttentionSpec
 logger = logging.getLogger("stepgraph.attention")
 
 
+def _load_native() -> type[AttentionBackend]:
+    from .native_backend import NativeBackend
+
+    return NativeBackend
+
+
 def _load_torch() -> type[AttentionBackend]:
     from .torch_backend import TorchBackend
 
@@ -20,7 +26,12 @@ def _load_torch() -> type[AttentionBackend]:
 # In the order of preference. A loader imports its backend's module only when it is asked, and
 # that module imports its vendor's package only when it is used.
 _LOADERS: dict[str, Callable[[], type[AttentionBackend]]] = {
+    "native": _load_native,
     "torch": _load_torch,
+}
+# What is lost when one that was made for a type of device can't run on it.
+_LOSSES: dict[str, tuple[str, str]] = {
+    "native": ("cpu", "attention on this CPU will take several times as long"),
 }
 
 
@@ -65,6 +76,13 @@ def _select_preferred(spec: AttentionSpec) -> AttentionBackend:
         raise ValueError(f"no attention backend can run here. {listing}")
     chosen, *less_preferred = usable
     passed_over |= dict.fromkeys(less_preferred, f"can run, but {chosen} is preferred")
+    for name in rejected:
+        device_type, loss = _LOSSES.get(name, ("", ""))
+        if device_type == spec.device.type:
+            logger.warning(
+                "attention backend %s can't run here: %s. Using %s: %s",
+                *(name, passed_over[name], chosen, loss),
+            )
     listing = ", ".join(f"{name} ({why})" for name, why in passed_over.items()) or "none"
     logger.info("attention backend: %s (auto); passed over: %s", chosen, listing)
     return _LOADERS[chosen]()(spec)

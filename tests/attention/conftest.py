@@ -6,6 +6,7 @@ with the result that is right for them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from attention import (
+    AttentionBackend,
     AttentionMetadata,
     AttentionPlan,
     AttentionSpec,
@@ -32,6 +34,15 @@ TOLERANCES = {
 }
 
 
+# The grid on which every backend is compared with the reference: (query length, computed length)
+# pairs, and what else varies.
+PAIRS = tuple(itertools.product((1, 2, 3, 17, 130), (0, 1, 15, 16, 17, 255, 1000)))
+HEAD_DIMS = (64, 80, 96, 128, 256)
+GQA = (1, 3, 4, 8)
+BLOCK_SIZES = (1, 16, 32, 256)
+WINDOWS = (None, 5, 100, 5000)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Step:
     """One step: its inputs, the cache it works on, and what must come out."""
@@ -47,9 +58,16 @@ class Step:
     def plan(self) -> AttentionPlan:
         return select_backend("torch", self.spec).plan(self.metadata)
 
-    def run(self, layer: int = 0, plan: AttentionPlan | None = None) -> torch.Tensor:
-        backend = select_backend("torch", self.spec)
-        attend = BoundAttention(backend=backend, plan=plan or self.plan(), cache=self.cache)
+    def run(
+        self,
+        layer: int = 0,
+        plan: AttentionPlan | None = None,
+        backend: AttentionBackend | None = None,
+    ) -> torch.Tensor:
+        """Run one layer with the torch backend, or with the one given."""
+        backend = backend or select_backend("torch", self.spec)
+        plan = plan or backend.plan(self.metadata)
+        attend = BoundAttention(backend=backend, plan=plan, cache=self.cache)
         return attend(layer, self.query, self.key, self.value)
 
     def assert_right(self, result: torch.Tensor, layer: int = 0) -> None:
@@ -263,6 +281,39 @@ def _make_step(
         value=value,
         tables=tables,
     )
+
+
+def _make_grid_step(head_dim: int, group: int, dtype: torch.dtype) -> Step:
+    """Make a mixed batch of 12 pairs; two layers with different windows.
+
+    Over all head sizes and groups, every two of head size, grouping, block size and window meet.
+    """
+    row, column = HEAD_DIMS.index(head_dim), GQA.index(group)
+    seed = row * len(GQA) + column
+    spec = _make_spec(
+        num_heads=2 * group,
+        num_kv_heads=2,
+        head_dim=head_dim,
+        dtype=dtype,
+        block_size=BLOCK_SIZES[(row + column) % len(BLOCK_SIZES)],
+        windows=tuple(WINDOWS[(row + step * column) % len(WINDOWS)] for step in (2, 3)),
+    )
+    order = np.random.default_rng(seed).permutation(len(PAIRS))
+    return _make_step(spec, [PAIRS[index] for index in order[:12]], seed=seed)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test that takes grid_head_dim and grid_group on the whole grid."""
+    if "grid_head_dim" in metafunc.fixturenames:
+        metafunc.parametrize("grid_head_dim", HEAD_DIMS)
+    if "grid_group" in metafunc.fixturenames:
+        metafunc.parametrize("grid_group", GQA)
+
+
+@pytest.fixture
+def make_grid_step() -> Callable[..., Step]:
+    """Make the Step of one point of the grid; see _make_grid_step."""
+    return _make_grid_step
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ class UnavailableBackend(TorchBackend):
 @pytest.fixture
 def with_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     """A registry whose preferred backend can't run, as on a machine without its package."""
-    loaders = {"unavailable": lambda: UnavailableBackend, **selection._LOADERS}
+    loaders = {"unavailable": lambda: UnavailableBackend, "torch": lambda: TorchBackend}
     monkeypatch.setattr(selection, "_LOADERS", loaders)
 
 
@@ -45,7 +45,9 @@ def test_a_backend_is_selected_by_name(make_spec: Callable[..., AttentionSpec]) 
 def test_an_unknown_name_is_refused_with_the_known_ones(
     make_spec: Callable[..., AttentionSpec],
 ) -> None:
-    with pytest.raises(ValueError, match=r"unknown attention backend 'torhc'; .*auto, torch"):
+    with pytest.raises(
+        ValueError, match=r"unknown attention backend 'torhc'; .*auto, native, torch"
+    ):
         select_backend("torhc", make_spec())
 
 
@@ -84,7 +86,7 @@ def test_auto_takes_the_preferred_one_of_those_that_can_run(
 
     loaders: dict[str, Callable[[], type[AttentionBackend]]] = {
         "preferred": lambda: PreferredBackend,
-        **selection._LOADERS,
+        "torch": lambda: TorchBackend,
     }
     monkeypatch.setattr(selection, "_LOADERS", loaders)
     with caplog.at_level(logging.INFO, logger="stepgraph.attention"):
@@ -96,7 +98,9 @@ def test_auto_takes_the_preferred_one_of_those_that_can_run(
 def test_auto_raises_with_every_reason_when_nothing_can_run(
     make_spec: Callable[..., AttentionSpec],
 ) -> None:
-    with pytest.raises(ValueError, match=r"no attention backend can run here. torch: dtype torch"):
+    with pytest.raises(
+        ValueError, match=r"no attention backend can run here. native: dtype.*torch: dtype torch"
+    ):
         select_backend("auto", make_spec(dtype=torch.int8))
 
 
@@ -108,6 +112,25 @@ def test_rejected_backends_maps_names_to_all_reasons(
         "unavailable": ["its package is missing", "head size 16 is too small"]
     }
     assert set(rejected_backends(make_spec(dtype=torch.int8))) == {"unavailable", "torch"}
+
+
+def test_auto_warns_once_of_what_is_lost_when_a_cpu_kernel_can_not_be_built(
+    make_spec: Callable[..., AttentionSpec],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Unbuilt(UnavailableBackend):
+        name = "native"
+
+    loaders = {"native": lambda: Unbuilt, "torch": lambda: TorchBackend}
+    monkeypatch.setattr(selection, "_LOADERS", loaders)
+    with caplog.at_level(logging.INFO, logger="stepgraph.attention"):
+        assert select_backend("auto", make_spec()).name == "torch"
+    (message,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert message == (
+        "attention backend native can't run here: its package is missing; head size 16 is too "
+        "small. Using torch: attention on this CPU will take several times as long"
+    )
 
 
 def test_importing_attention_starts_no_cuda_and_imports_no_vendor_or_upper_layer() -> None:

@@ -22,8 +22,6 @@ AssertClose = Callable[[torch.Tensor, torch.Tensor], None]
 QUERY_LENS = (1, 2, 3, 17, 130)
 COMPUTED_LENS = (0, 1, 15, 16, 17, 255, 1000)
 PAIRS = tuple(itertools.product(QUERY_LENS, COMPUTED_LENS))
-HEAD_DIMS = (64, 80, 96, 128, 256)
-GQA = (1, 3, 4, 8)
 BLOCK_SIZES = (1, 16, 32, 256)
 WINDOWS = (None, 5, 100, 5000)
 
@@ -42,24 +40,11 @@ class OperatorNames(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("group", GQA)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_mixed_batches_equal_the_reference(
-    make_spec: MakeSpec, make_step: MakeStep, head_dim: int, group: int
+    make_grid_step: MakeStep, grid_head_dim: int, grid_group: int
 ) -> None:
-    """A sample in which every two of head size, grouping, block size and window meet."""
-    row, column = HEAD_DIMS.index(head_dim), GQA.index(group)
-    seed = row * len(GQA) + column
-    spec = make_spec(
-        num_heads=2 * group,
-        num_kv_heads=2,
-        head_dim=head_dim,
-        block_size=BLOCK_SIZES[(row + column) % len(BLOCK_SIZES)],
-        windows=tuple(WINDOWS[(row + step * column) % len(WINDOWS)] for step in (2, 3)),
-    )
-    order = np.random.default_rng(seed).permutation(len(PAIRS))
-    step = make_step(spec, [PAIRS[index] for index in order[:12]], seed=seed)
-    for layer in range(spec.num_layers):
+    step = make_grid_step(grid_head_dim, grid_group, torch.float64)
+    for layer in range(step.spec.num_layers):
         step.assert_right(step.run(layer), layer)
 
 

@@ -1,0 +1,363 @@
+// One item of work: query rows of one sequence against a range of its keys, by online softmax
+// (FlashAttention, Dao et al. 2022; split over keys as in Flash-Decoding).
+#pragma once
+
+#include <algorithm>
+#include <cstdlib>
+#include <limits>
+#include <new>
+
+#include "call.h"
+#include "pack.h"
+#include "products.h"
+
+namespace stepgraph {
+
+constexpr int kBlockKeys = 64;
+constexpr int kReductionWidth = 64;
+constexpr float kNone = -std::numeric_limits<float>::infinity();
+
+// Memory of one thread, kept between calls.
+class Scratch {
+public:
+    ~Scratch() { std::free(memory_); }
+
+    // Forgets what was taken, and makes room for num_bytes and some alignment.
+    void reset(std::size_t num_bytes) {
+        used_ = 0;
+        if (num_bytes <= size_) return;
+        std::free(memory_);
+        size_ = (num_bytes + 4095) / 4096 * 4096;
+        memory_ = static_cast<char*>(std::aligned_alloc(64, size_));
+        if (!memory_) {
+            size_ = 0;
+            throw std::bad_alloc();
+        }
+    }
+
+    template <class T>
+    T* take(std::size_t count) {
+        T* result = reinterpret_cast<T*>(memory_ + used_);
+        used_ += (count * sizeof(T) + 63) / 64 * 64;
+        return result;
+    }
+
+private:
+    char* memory_ = nullptr;
+    std::size_t size_ = 0, used_ = 0;
+};
+
+template <class Element>
+class Attention {
+    using Storage = typename Element::Storage;
+    using Product = typename ProductOf<Element>::Type;
+    // Weights that are rounded to bfloat16 need no more digits than that has.
+    static constexpr bool kExact = Element::kPerWord == 1;
+
+public:
+    Attention(const Call& call, const Item& item, Scratch& scratch, float* partials)
+        : call_(call), item_(item), partials_(partials) {
+        group_ = static_cast<int>(call.num_heads / call.num_kv_heads);
+        num_rows_ = (item.last_row - item.first_row) * group_;
+        head_dim_ = static_cast<int>(call.head_dim);
+        scale_ = static_cast<float>(call.scale * 1.4426950408889634);
+        depth_ = (head_dim_ + Element::kPerWord - 1) / Element::kPerWord;
+        query_stride_ = round_up(depth_, kLanes);
+        value_stride_ = round_up(head_dim_, kLanes * Element::kPerWord);
+        const std::size_t heads = item.last_head - item.first_head;
+        const std::size_t rows = heads * num_rows_;
+        const std::size_t padded_rows = round_up(num_rows_, kLanes);
+        const std::size_t words = rows * (query_stride_ + value_stride_ + kLanes + 1) + kLanes +
+            padded_rows * (2 * kBlockKeys + 2) + (query_stride_ + value_stride_ + 4) * kBlockKeys;
+        scratch.reset(words * 4 + 16 * 64);
+        offsets_ = scratch.take<int64_t>(kBlockKeys);
+        next_offsets_ = scratch.take<int64_t>(kBlockKeys);
+        keys_ = scratch.take<uint32_t>(query_stride_ * kBlockKeys);
+        values_ = scratch.take<uint32_t>(value_stride_ * kBlockKeys);
+        query_ = scratch.take<uint32_t>(rows * query_stride_);
+        sums_ = scratch.take<float>(rows * value_stride_);
+        scores_ = scratch.take<float>(num_rows_ * kBlockKeys);
+        weights_ = scratch.take<uint32_t>(num_rows_ * kBlockKeys);
+        alpha_ = scratch.take<float>(padded_rows);
+        bases_ = scratch.take<float>(padded_rows);
+        largest_ = scratch.take<float>(rows + kLanes);
+        totals_ = scratch.take<float>(rows * kLanes);
+        std::memset(sums_, 0, rows * value_stride_ * sizeof(float));
+        std::memset(totals_, 0, rows * kLanes * sizeof(float));
+        std::fill_n(largest_, rows + kLanes, kNone);
+    }
+
+    // Returns false if the block table names a block that is outside the cache: bad_block().
+    bool run() {
+        load_query();
+        int count = block_length(item_.first_key);
+        if (!locate(item_.first_key, count)) return false;
+        for (int key = item_.first_key; count > 0;) {
+            std::swap(offsets_, next_offsets_);
+            const int next_count = block_length(key + count);
+            if (!locate(key + count, next_count)) return false;
+            for (int head = item_.first_head; head < item_.last_head; ++head) {
+                attend(head, key, count, next_count);
+            }
+            key += count;
+            count = next_count;
+        }
+        if (item_.partial >= 0) {
+            store_partials();
+        } else {
+            store_result();
+        }
+        return true;
+    }
+
+    int64_t bad_block() const { return bad_block_; }
+
+private:
+    void load_query() {
+        const auto* query = static_cast<const Storage*>(call_.query);
+        uint32_t* target = query_;
+        for (int head = item_.first_head; head < item_.last_head; ++head) {
+            for (int row = item_.first_row; row < item_.last_row; ++row) {
+                const Storage* source = query + row * call_.query_row_stride +
+                    head * group_ * call_.query_head_stride;
+                for (int g = 0; g < group_; ++g, target += query_stride_) {
+                    for (int d = 0; d < head_dim_; d += kLanes * Element::kPerWord) {
+                        store(
+                            target + d / Element::kPerWord,
+                            load_elements<Element>(
+                                source + g * call_.query_head_stride + d, head_dim_ - d));
+                    }
+                }
+            }
+        }
+    }
+
+    int block_length(int first_key) const {
+        const int rest = item_.last_key - first_key;
+        return rest < kBlockKeys ? rest : kBlockKeys;
+    }
+
+    // Offsets of the next keys' elements in the pages, without the head's.
+    bool locate(int first_key, int count) {
+        const int32_t* table = call_.block_tables + item_.sequence * call_.table_stride;
+        const int64_t token_stride = call_.num_kv_heads * call_.head_dim;
+        const int64_t block_size = int64_t{1} << call_.block_shift;
+        for (int i = 0; i < count; ++i) {
+            const int64_t position = first_key + i;
+            const int64_t block = table[position >> call_.block_shift];
+            const int64_t slot = (block << call_.block_shift) + (position & (block_size - 1));
+            if (block < 0 || slot >= call_.num_slots) {
+                bad_block_ = block;
+                return false;
+            }
+            next_offsets_[i] = slot * token_stride;
+        }
+        return true;
+    }
+
+    void attend(int head, int first_key, int count, int next_count) {
+        const int index = (head - item_.first_head) * num_rows_;
+        const int num_vectors = (count + kLanes - 1) / kLanes;
+        const int64_t head_offset = int64_t{head} * head_dim_;
+        const int num_words = (count + Element::kPerWord - 1) / Element::kPerWord;
+        // Larger products take so long that what is fetched beside packing suffices.
+        const bool products_fetch = num_rows_ <= kProductRows;
+        Ahead ahead = rows_ahead(head, next_count);
+        ahead.total = 2 * count + (products_fetch ? depth_ + num_words : 0);
+        pack_keys<Element>(
+            static_cast<const Storage*>(call_.keys) + head_offset, offsets_,
+            count, head_dim_, ahead, keys_, kBlockKeys);
+        ProductArgs product;
+        product.a = query_ + int64_t{index} * query_stride_;
+        product.a_stride = query_stride_;
+        product.b = keys_;
+        product.b_stride = kBlockKeys;
+        product.c = scores_;
+        product.c_stride = kBlockKeys;
+        product.alpha = nullptr;
+        product.depth = depth_;
+        product.ahead = products_fetch ? &ahead : nullptr;
+        multiply<Product>(product, num_rows_, num_vectors);
+        weigh(index, first_key, count);
+        pack_values<Element>(
+            static_cast<const Storage*>(call_.values) + head_offset, offsets_,
+            count, head_dim_, ahead, values_, value_stride_);
+        product.a = weights_;
+        product.a_stride = kBlockKeys / Element::kPerWord;
+        product.b = values_;
+        product.b_stride = value_stride_;
+        product.c = sums_ + int64_t{index} * value_stride_;
+        product.c_stride = value_stride_;
+        product.alpha = alpha_;
+        product.depth = num_words;
+        multiply<Product>(product, num_rows_, (head_dim_ + kLanes - 1) / kLanes);
+    }
+
+    // The share of the next rows, with all of the item's heads, to fetch beside this head's work.
+    Ahead rows_ahead(int head, int count) const {
+        const int heads = item_.last_head - item_.first_head, index = head - item_.first_head;
+        const int64_t first_byte = int64_t{item_.first_head} * head_dim_ * sizeof(Storage);
+        Ahead ahead;
+        ahead.keys = static_cast<const char*>(call_.keys) + first_byte;
+        ahead.values = static_cast<const char*>(call_.values) + first_byte;
+        ahead.offsets = next_offsets_;
+        ahead.element_bytes = sizeof(Storage);
+        ahead.row_bytes = heads * head_dim_ * sizeof(Storage);
+        ahead.row = 2 * count * index / heads;
+        ahead.last = 2 * count * (index + 1) / heads;
+        ahead.share = ahead.last - ahead.row;
+        return ahead;
+    }
+
+    // Turns scores into weights relative to the largest score so far.
+    void weigh(int state, int first_key, int count) {
+        for (int row = 0; row < num_rows_; ++row) {
+            bases_[row] = larger_of(
+                largest_[state + row], hide(row, first_key, count) * scale_);
+        }
+        for (int row = 0; row < num_rows_; row += kLanes) {  // arrays are padded to whole vectors
+            const Floats before = load<Floats>(largest_ + state + row);
+            const Floats now = load<Floats>(bases_ + row);
+            const Floats base = now == kNone ? Floats{} : now;  // no key seen: weights are zero
+            store(alpha_ + row, exp2_negative<kExact>(before - base));
+            store(bases_ + row, base);
+            for (int i = row; i < num_rows_ && i < row + kLanes; ++i) {
+                largest_[state + i] = now[i - row];
+            }
+        }
+        const int num_vectors = (count + kLanes - 1) / kLanes;
+        for (int row = 0; row < num_rows_; ++row) {
+            const float* scores = scores_ + row * kBlockKeys;
+            float* totals = totals_ + (state + row) * kLanes;
+            const Floats base = splat(bases_[row]);
+            Floats total = load<Floats>(totals) * alpha_[row];
+            for (int v = 0; v < num_vectors; ++v) {
+                const Floats weight =
+                    exp2_negative<kExact>(load<Floats>(scores + v * kLanes) * scale_ - base);
+                total += weight;
+                store_weights(row, v, weight);
+            }
+            store(totals, total);
+        }
+    }
+
+    // Makes the scores of keys that a row doesn't see -inf, and returns the largest one.
+    float hide(int row, int first_key, int count) {
+        const int position = item_.first_row + row / group_ + item_.position_offset;
+        const int num_vectors = (count + kLanes - 1) / kLanes;
+        int last = position + 1 - first_key;
+        if (last > count) last = count;
+        const int first =
+            call_.window ? position + 1 - static_cast<int>(call_.window) - first_key : 0;
+        float* scores = scores_ + row * kBlockKeys;
+        Floats highest = splat(kNone);
+        for (int v = 0; v < num_vectors; ++v) {
+            Floats score = load<Floats>(scores + v * kLanes);
+            if (first > v * kLanes || last < (v + 1) * kLanes) {
+                const Ints key = lane_numbers() + v * kLanes;
+                score = (key >= first) & (key < last) ? score : splat(kNone);
+                store(scores + v * kLanes, score);
+            }
+            highest = larger(score, highest);
+        }
+        return largest(highest);
+    }
+
+    static float larger_of(float one, float other) { return one > other ? one : other; }
+
+    void store_weights(int row, int v, Floats weight) {
+        uint32_t* target = weights_ + row * (kBlockKeys / Element::kPerWord);
+        if constexpr (Element::kPerWord == 1) {
+            store(target + v * kLanes, weight);
+        } else {
+#if defined(__AVX512BF16__)
+            store(target + v * (kLanes / 2), _mm512_cvtneps_pbh(bits<__m512>(weight)));
+#endif
+        }
+    }
+
+    void store_partials() {
+        const int64_t rows = int64_t{item_.last_head - item_.first_head} * num_rows_;
+        float* target = partials_ + item_.partial * partial_stride(call_);
+        for (int64_t row = 0; row < rows; ++row, target += partial_stride(call_)) {
+            target[0] = largest_[row];
+            target[1] = sum(load<Floats>(totals_ + row * kLanes));
+            std::memcpy(
+                target + 2, sums_ + row * value_stride_, head_dim_ * sizeof(float));
+        }
+    }
+
+    void store_result() {
+        int64_t state = 0;
+        for (int head = item_.first_head; head < item_.last_head; ++head) {
+            for (int row = item_.first_row; row < item_.last_row; ++row) {
+                auto* target = static_cast<Storage*>(call_.out) +
+                    (row * call_.num_heads + head * group_) * call_.head_dim;
+                for (int g = 0; g < group_; ++g, ++state, target += head_dim_) {
+                    const float total = sum(load<Floats>(totals_ + state * kLanes));
+                    const float inverse = total == 0 ? 0 : 1 / total;
+                    const float* sums = sums_ + state * value_stride_;
+                    for (int d = 0; d < head_dim_; ++d) {
+                        target[d] = Element::from_float(sums[d] * inverse);
+                    }
+                }
+            }
+        }
+    }
+
+    const Call& call_;
+    const Item& item_;
+    float* partials_;
+    int64_t bad_block_ = 0;
+    float scale_;  // of scores whose power of 2 is taken
+    int group_, num_rows_, head_dim_;
+    int depth_;         // words of a head
+    int query_stride_;  // words
+    int value_stride_;  // words or floats
+    int64_t *offsets_, *next_offsets_;
+    uint32_t *keys_, *values_, *query_, *weights_;
+    float *sums_, *scores_, *alpha_, *bases_, *largest_, *totals_;
+};
+
+// Merges the parts of one item that was split over keys.
+template <class Element>
+void reduce(const Call& call, const Reduction& reduction, const float* partials) {
+    const int64_t group = call.num_heads / call.num_kv_heads;
+    const int64_t stride = partial_stride(call);
+    const int64_t rows = reduction.last_row - reduction.first_row;
+    const int64_t part_size = (reduction.last_head - reduction.first_head) * rows * group;
+    for (int64_t index = 0; index < part_size; ++index) {
+        const int64_t head = reduction.first_head * group + index / (rows * group) * group +
+            index % group;
+        const int64_t row = reduction.first_row + index % (rows * group) / group;
+        auto* target = static_cast<typename Element::Storage*>(call.out) +
+            (row * call.num_heads + head) * call.head_dim;
+        const float* first = partials + (reduction.partial + index) * stride;
+        float highest = kNone;
+        for (int part = 0; part < reduction.num_parts; ++part) {
+            const float largest = first[part * part_size * stride];
+            highest = largest > highest ? largest : highest;
+        }
+        const float base = highest == kNone ? 0.0f : highest;
+        float total = 0;
+        float sums[kReductionWidth];
+        for (int64_t d0 = 0; d0 < call.head_dim; d0 += kReductionWidth) {
+            const int64_t width =
+                call.head_dim - d0 < kReductionWidth ? call.head_dim - d0 : kReductionWidth;
+            std::memset(sums, 0, sizeof(sums));
+            total = 0;
+            for (int part = 0; part < reduction.num_parts; ++part) {
+                const float* source = first + part * part_size * stride;
+                const float factor = exp2_negative<true>(splat(source[0] - base))[0];
+                total += source[1] * factor;
+                for (int64_t d = 0; d < width; ++d) sums[d] += source[2 + d0 + d] * factor;
+            }
+            const float inverse = total == 0 ? 0 : 1 / total;
+            for (int64_t d = 0; d < width; ++d) {
+                target[d0 + d] = Element::from_float(sums[d] * inverse);
+            }
+        }
+    }
+}
+
+}  // namespace stepgraph

@@ -1,0 +1,173 @@
+// The C interface: write a step's keys and values into the pages, then attend.
+//
+// Threads come from the OpenMP runtime that torch itself runs on. The caller hands its entry
+// point over, so this library links none and there is never a second pool of threads.
+
+#include <sched.h>
+
+#include <atomic>
+#include <vector>
+
+#include "attend.h"
+
+namespace stepgraph {
+namespace {
+
+struct OpenMP {
+    void (*parallel)(void (*)(void*), void*, unsigned, unsigned);  // GOMP_parallel
+};
+
+OpenMP openmp;
+
+// Tasks that threads take by turns. Threads then wait for the tasks, not for each other: one
+// that the system runs late finds all done, where at a barrier everybody would wait for it.
+class TaskQueue {
+public:
+    explicit TaskQueue(int count) : count_(count) {}
+
+    template <class Function>
+    void run(const Function& function) {
+        for (int i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) {
+            function(i);
+            done_.fetch_add(1, std::memory_order_release);
+        }
+    }
+
+    void wait() const {
+        for (int spins = 0; done_.load(std::memory_order_acquire) < count_; ++spins) {
+            if (spins < kSpins) {
+                pause();
+            } else {
+                sched_yield();
+            }
+        }
+    }
+
+private:
+    static constexpr int kSpins = 1000;
+
+    static void pause() {
+#if defined(__x86_64__)
+        _mm_pause();
+#endif
+    }
+
+    const int count_;
+    std::atomic<int> next_{0}, done_{0};
+};
+
+constexpr int kRowsPerTask = 16;
+
+enum Status : int64_t { kDone = 0, kBadSlot = 1, kBadBlock = 2 };
+
+struct Step {
+    explicit Step(const Call& of)
+        : call(of),
+          header(of.work),
+          items(reinterpret_cast<const Item*>(of.work + kWorkColumns)),
+          reductions(reinterpret_cast<const Reduction*>(items + header[0])),
+          writes(static_cast<int>((of.num_tokens + kRowsPerTask - 1) / kRowsPerTask)),
+          attentions(header[0]),
+          merges(header[1]) {}
+
+    const Call& call;
+    const int32_t* header;  // items, reductions, partial results, threads
+    const Item* items;
+    const Reduction* reductions;
+    float* partials = nullptr;
+    TaskQueue writes, attentions, merges;
+    std::atomic<int64_t> status{kDone}, bad{0};
+
+    void fail(Status why, int64_t what) {
+        bad = what;
+        status = why;
+    }
+};
+
+template <class Storage>
+void write_rows(Step& step, int64_t first, int64_t last) {
+    const Call& call = step.call;
+    const int64_t token = call.num_kv_heads * call.head_dim;
+    const std::size_t head_bytes = call.head_dim * sizeof(Storage);
+    for (int64_t row = first; row < last; ++row) {
+        const int64_t slot = call.slot_mapping[row];
+        if (slot < 0 || slot >= call.num_slots) {
+            step.fail(kBadSlot, slot);
+            return;
+        }
+        for (int64_t head = 0; head < call.num_kv_heads; ++head) {
+            const int64_t target = slot * token + head * call.head_dim;
+            std::memcpy(
+                static_cast<Storage*>(call.keys) + target,
+                static_cast<const Storage*>(call.key) + row * call.key_row_stride +
+                    head * call.key_head_stride,
+                head_bytes);
+            std::memcpy(
+                static_cast<Storage*>(call.values) + target,
+                static_cast<const Storage*>(call.value) + row * call.value_row_stride +
+                    head * call.value_head_stride,
+                head_bytes);
+        }
+    }
+}
+
+// What each thread of the team does.
+template <class Element>
+void work(Step& step) {
+    const Call& call = step.call;
+    step.writes.run([&](int64_t task) {
+        const int64_t first = task * kRowsPerTask, last = first + kRowsPerTask;
+        write_rows<typename Element::Storage>(step, first, std::min(last, call.num_tokens));
+    });
+    step.writes.wait();  // rows may be read by any sequence: equal prompts share blocks
+    if (step.status != kDone) return;
+    static thread_local Scratch scratch;
+    step.attentions.run([&](int task) {
+        Attention<Element> attention(call, step.items[task], scratch, step.partials);
+        if (!attention.run()) step.fail(kBadBlock, attention.bad_block());
+    });
+    if (step.header[1] == 0) return;
+    step.attentions.wait();
+    if (step.status != kDone) return;
+    step.merges.run(
+        [&](int task) { reduce<Element>(call, step.reductions[task], step.partials); });
+}
+
+template <class Element>
+void work_entry(void* step) {
+    work<Element>(*static_cast<Step*>(step));
+}
+
+#if defined(__AVX512BF16__)
+using Bfloat = BfloatPairElement;
+#else
+using Bfloat = BfloatElement;
+#endif
+
+}  // namespace
+}  // namespace stepgraph
+
+#define STEPGRAPH_EXPORT __attribute__((visibility("default")))
+
+extern "C" {
+
+STEPGRAPH_EXPORT void stepgraph_use_openmp(void* parallel) {
+    stepgraph::openmp.parallel = reinterpret_cast<decltype(stepgraph::openmp.parallel)>(parallel);
+}
+
+// Returns a Status; bad gets the slot or block id that is outside the cache.
+STEPGRAPH_EXPORT int64_t stepgraph_attend(const stepgraph::Call* call, int64_t* bad) {
+    using namespace stepgraph;
+    Step step(*call);
+    static thread_local std::vector<float> partials;
+    const std::size_t num_floats = step.header[2] * partial_stride(*call);
+    if (partials.size() < num_floats) partials.resize(num_floats);
+    step.partials = partials.data();
+    void (*const entries[])(void*) = {
+        work_entry<FloatElement>, work_entry<Bfloat>, work_entry<HalfElement>};
+    openmp.parallel(entries[call->dtype], &step, step.header[3], 0);
+    *bad = step.bad;
+    return step.status;
+}
+
+}  // extern "C"

@@ -1,0 +1,216 @@
+// Vectors of 32-bit lanes in the widest registers that this translation unit may use, with GCC's
+// and Clang's vector extensions; intrinsics only where those have no operation.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace stepgraph {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float Floats __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
+typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
+
+template <class V>
+inline V load(const void* source) {
+    V result;
+    std::memcpy(&result, source, sizeof(V));
+    return result;
+}
+
+// The first num_bytes bytes of a vector, the rest zero.
+template <class V>
+inline V load_part(const void* source, std::size_t num_bytes) {
+    V result = V{};
+    std::memcpy(&result, source, num_bytes);
+    return result;
+}
+
+template <class V>
+inline void store(void* target, V value) {
+    std::memcpy(target, &value, sizeof(V));
+}
+
+template <class To, class From>
+inline To bits(From from) {
+    static_assert(sizeof(To) == sizeof(From), "bits of another size");
+    To to;
+    std::memcpy(&to, &from, sizeof(To));
+    return to;
+}
+
+inline Floats splat(float value) { return Floats{} + value; }
+
+inline Ints lane_numbers() {
+    Ints numbers;
+    for (int lane = 0; lane < kLanes; ++lane) numbers[lane] = lane;
+    return numbers;
+}
+
+// -- 16-bit floats ----------------------------------------------------------------------------
+
+inline Floats bfloat_to_float(Halves value) {
+    return bits<Floats>(__builtin_convertvector(value, Words) << 16);
+}
+
+inline Floats half_to_float(Halves value) {
+#if defined(__AVX512F__)
+    return bits<Floats>(_mm512_maskz_cvtph_ps(0xffff, bits<__m256i>(value)));
+#elif defined(__F16C__)
+    return bits<Floats>(_mm256_cvtph_ps(bits<__m128i>(value)));
+#else
+    const Words word = __builtin_convertvector(value, Words);
+    // The exponent's bias differs by 112; the product also normalizes subnormal numbers.
+    Words result = bits<Words>(bits<Floats>((word & 0x7fff) << 13) * 0x1p112f);
+    const Words special = (word & 0x7c00) == 0x7c00;
+    result |= special & 0x7f800000;
+    return bits<Floats>(result | ((word & 0x8000) << 16));
+#endif
+}
+
+// Both round to the nearest, ties to even.
+inline uint16_t float_to_bfloat(float value) {
+    const uint32_t word = bits<uint32_t>(value);
+    if ((word & 0x7fffffff) > 0x7f800000) return static_cast<uint16_t>((word >> 16) | 0x40);
+    return static_cast<uint16_t>((word + 0x7fff + ((word >> 16) & 1)) >> 16);
+}
+
+inline uint16_t float_to_half(float value) {
+    uint32_t word = bits<uint32_t>(value);
+    const uint32_t sign = (word >> 16) & 0x8000;
+    word &= 0x7fffffff;
+    if (word > 0x7f800000) return static_cast<uint16_t>(sign | 0x7e00);
+    if (word >= 0x477ff000) return static_cast<uint16_t>(sign | 0x7c00);
+    if (word < 0x38800000) {
+        // Adding 0.5 shifts a subnormal result to the mantissa's end, rounded.
+        const float shifted = bits<float>(word) + 0.5f;
+        return static_cast<uint16_t>(sign | (bits<uint32_t>(shifted) - 0x3f000000));
+    }
+    word += 0xc8000fff + ((word >> 13) & 1);
+    return static_cast<uint16_t>(sign | (word >> 13));
+}
+
+// -- Shuffles ---------------------------------------------------------------------------------
+
+#if defined(__clang__)
+#define STEPGRAPH_SHUFFLE(V, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define STEPGRAPH_SHUFFLE(V, a, b, ...) __builtin_shuffle(a, b, V{__VA_ARGS__})
+#endif
+
+// First + 0, other + First, First + 1, ...: half of two vectors' elements, alternating.
+template <int First, class V, std::size_t... I>
+inline V interleave_from(V one, V other, std::index_sequence<I...>) {
+    constexpr int count = sizeof...(I);
+    return STEPGRAPH_SHUFFLE(V, one, other, (First + int(I) / 2 + (I % 2 ? count : 0))...);
+}
+
+template <class V>
+constexpr int kElements = sizeof(V) / sizeof(std::declval<V>()[0]);
+
+template <class V>
+inline V interleave_low(V one, V other) {
+    return interleave_from<0>(one, other, std::make_index_sequence<kElements<V>>{});
+}
+
+template <class V>
+inline V interleave_high(V one, V other) {
+    constexpr int count = kElements<V>;
+    return interleave_from<count / 2>(one, other, std::make_index_sequence<count>{});
+}
+
+// Interleaving row i with row i + n / 2, log2(n) times, transposes an n by n matrix.
+inline void transpose(Words (&rows)[kLanes]) {
+#pragma GCC unroll 8
+    for (int stage = 1; stage < kLanes; stage *= 2) {
+        Words next[kLanes];
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes / 2; ++i) {
+            next[2 * i] = interleave_low(rows[i], rows[i + kLanes / 2]);
+            next[2 * i + 1] = interleave_high(rows[i], rows[i + kLanes / 2]);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; ++i) rows[i] = next[i];
+    }
+}
+
+// -- Functions --------------------------------------------------------------------------------
+
+// The larger of two; the second if one is NaN.
+inline Floats larger(Floats one, Floats other) {
+#if defined(__AVX512F__)
+    return bits<Floats>(_mm512_max_ps(bits<__m512>(one), bits<__m512>(other)));
+#elif defined(__AVX2__)
+    return bits<Floats>(_mm256_max_ps(bits<__m256>(one), bits<__m256>(other)));
+#else
+    return one > other ? one : other;
+#endif
+}
+
+// 2 ** x for x <= 0, within 1.1e-4 of it or, if exact, 1e-7; 0 from -127 down, NaN for NaN.
+template <bool exact>
+inline Floats exp2_negative(Floats x) {
+    const Floats clamped = larger(splat(-127.0f), x);
+    const Floats shifted = clamped + 12582912.0f;  // 1.5 * 2 ** 23 leaves the nearest integer
+    const Floats rest = clamped - (shifted - 12582912.0f);
+    // Minimax polynomials of 2 ** rest on [-0.5, 0.5], 1 at 0.
+    Floats power;
+    if constexpr (exact) {
+        power = splat(1.5353362e-4f);
+        power = power * rest + 1.3398874e-3f;
+        power = power * rest + 9.6184373e-3f;
+        power = power * rest + 5.5503324e-2f;
+        power = power * rest + 2.4022648e-1f;
+        power = power * rest + 6.9314720e-1f;
+    } else {
+        power = splat(5.50085679e-02f);
+        power = power * rest + 2.42210963e-01f;
+        power = power * rest + 6.93282967e-01f;
+    }
+    power = power * rest + 1.0f;
+    // The integer's low bits, moved to the exponent.
+    return bits<Floats>(bits<Words>(power) + (bits<Words>(shifted) << 23));
+}
+
+template <int By, std::size_t... I>
+inline Floats rotate(Floats value, std::index_sequence<I...>) {
+    return bits<Floats>(STEPGRAPH_SHUFFLE(
+        Words, bits<Words>(value), bits<Words>(value), ((int(I) + By) % kLanes)...));
+}
+
+// Both combine all lanes. NaN is passed over by the first, and kept by the second.
+template <int Half = kLanes / 2>
+inline float largest(Floats value) {
+    if constexpr (Half == 0) {
+        return value[0];
+    } else {
+        const Floats other = rotate<Half>(value, std::make_index_sequence<kLanes>{});
+        return largest<Half / 2>(larger(other, value));
+    }
+}
+
+template <int Half = kLanes / 2>
+inline float sum(Floats value) {
+    if constexpr (Half == 0) {
+        return value[0];
+    } else {
+        return sum<Half / 2>(value + rotate<Half>(value, std::make_index_sequence<kLanes>{}));
+    }
+}
+
+}  // namespace stepgraph

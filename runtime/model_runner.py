@@ -16,7 +16,7 @@ from graphs import GraphOptions, GraphPool, GraphRunner, GraphSupport, StepStati
 
 from .input_batch import InputBatch, pack
 from .kv_memory import cpu_kv_bytes, cuda_kv_bytes, size_kv_pool
-from .models import DecoderConfig, load_decoder
+from .models import DecoderConfig, load_decoder, prepack_refusal
 from .ranges import Ranges
 from .resolved_config import ResolvedConfig
 from .row_table import RowTable
@@ -57,6 +57,10 @@ class ModelRunner:
             load_format=config.load_format,
             seed=config.seed,
         )
+        refusal = prepack_refusal(config.dtype, config.device)
+        if refusal is None:
+            self._model.prepack()
+        logger.info("weights prepacked: %s", "yes" if refusal is None else f"no, {refusal}")
         self._spec = AttentionSpec(
             num_heads=decoder_config.num_heads,
             num_kv_heads=decoder_config.num_kv_heads,

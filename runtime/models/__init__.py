@@ -3,6 +3,7 @@
 from .checkpoint import stored_dtype
 from .config import SUPPORTED_ARCHITECTURES, DecoderConfig, load_decoder_config
 from .decoder import Decoder
+from .linear import prepack_refusal
 from .rotary import RopeConfig
 from .weights import load_decoder
 
@@ -13,5 +14,6 @@ __all__ = [
     "RopeConfig",
     "load_decoder",
     "load_decoder_config",
+    "prepack_refusal",
     "stored_dtype",
 ]

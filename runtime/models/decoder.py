@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .linear import linear, prepack
 from .rotary import gather_rotary, rotary_table, rotate
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def project(layer: DecoderLayer, residual: Tensor, rotary: RotaryFactors) -> AttentionInputs:
     """From the residual stream [T, hidden_size] to one layer's queries, keys and values."""
     normed = rms_norm(residual, layer.input_norm, layer.eps)
-    qkv = F.linear(normed, layer.qkv_weight, layer.qkv_bias)
+    qkv = linear(normed, layer.qkv_weight, layer.qkv_bias)
     heads = qkv.view(qkv.shape[0], -1, layer.head_dim)
     num_rotated = layer.num_heads + layer.num_kv_heads
     rotated = heads[:, :num_rotated]
@@ -108,10 +109,10 @@ def project(layer: DecoderLayer, residual: Tensor, rotary: RotaryFactors) -> Att
 
 def finish(layer: DecoderLayer, attended: Tensor, residual: Tensor) -> Tensor:
     """The rest of a layer: from attention's result [T, num_heads, head_dim] to the new residual."""
-    residual = residual + F.linear(attended.flatten(1), layer.o_weight, layer.o_bias)
+    residual = residual + linear(attended.flatten(1), layer.o_weight, layer.o_bias)
     normed = rms_norm(residual, layer.post_attention_norm, layer.eps)
-    gate, up = F.linear(normed, layer.gate_up_weight, layer.gate_up_bias).chunk(2, dim=-1)
-    return residual + F.linear(F.silu(gate) * up, layer.down_weight, layer.down_bias)
+    gate, up = linear(normed, layer.gate_up_weight, layer.gate_up_bias).chunk(2, dim=-1)
+    return residual + linear(F.silu(gate) * up, layer.down_weight, layer.down_bias)
 
 
 def between(
@@ -156,6 +157,19 @@ class Decoder(nn.Module):
         """Untie the head: logits come from `weight` [vocab_size, hidden_size] from now on."""
         self.lm_head = _parameter(weight)
 
+    def prepack(self) -> None:
+        """Bring all projections into the CPU's own layout, weight by weight, and the head too.
+
+        The plain weights are freed as it goes, except for a tied head's, which is the embedding:
+        there memory grows by one [vocab_size, hidden_size]. To be done only where
+        `prepack_refusal` has no reason against it.
+        """
+        for layer in self.layers:
+            for name in ("qkv_weight", "o_weight", "gate_up_weight", "down_weight"):
+                _replace(layer, name, prepack(getattr(layer, name)))
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        _replace(self, "lm_head", prepack(head))
+
     def forward(self, input_ids: Tensor, positions: Tensor, attend: LayerAttention) -> Tensor:
         """Final hidden states [T, hidden_size], normalised, of a flat batch.
 
@@ -183,7 +197,13 @@ class Decoder(nn.Module):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Logits [n, vocab_size] float32 of normalised hidden states [n, hidden_size]."""
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return F.linear(hidden, head).float()
+        return linear(hidden, head).float()
+
+
+def _replace(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Put a tensor that can't be a parameter in the place of one."""
+    delattr(module, name)
+    module.register_buffer(name, tensor, persistent=False)
 
 
 def _parameter(data: Tensor) -> nn.Parameter:

@@ -57,10 +57,7 @@ class ModelRunner:
             load_format=config.load_format,
             seed=config.seed,
         )
-        refusal = prepack_refusal(config.dtype, config.device)
-        if refusal is None:
-            self._model.prepack()
-        logger.info("weights prepacked: %s", "yes" if refusal is None else f"no, {refusal}")
+        self._prepack_weights()
         self._spec = AttentionSpec(
             num_heads=decoder_config.num_heads,
             num_kv_heads=decoder_config.num_kv_heads,
@@ -116,6 +113,15 @@ class ModelRunner:
             ids = token_ids.cpu().numpy()  # sync: the scheduler needs the ids to go on
         graphs.statistics.add_seconds(step.launch, time.perf_counter() - start)
         return StepOutput(token_ids=ids, is_valid=ids >= 0)
+
+    def _prepack_weights(self) -> None:
+        config = self._config
+        refusal = prepack_refusal(config.dtype, config.device)
+        if refusal is None and config.graph_mode != "none":
+            refusal = "prepacked weights have no address that a captured graph could hold"
+        if refusal is None:
+            self._model.prepack()
+        logger.info("weights prepacked: %s", "yes" if refusal is None else f"no, {refusal}")
 
     # -- graphs -----------------------------------------------------------------------------
 

@@ -54,6 +54,13 @@ def test_steps_off_the_ladder_run_eagerly_and_are_counted(checkpoint):
     assert sum(bucket["steps"] for bucket in stats["buckets"]) == stats["num_steps"]
 
 
+def test_bfloat16_weights_stay_plain_under_graphs(checkpoint):
+    _, stats = run(
+        checkpoint("llama"), dtype="bfloat16", graph_mode="piecewise", capture_sizes=SIZES
+    )
+    assert (stats["dropped"], stats["falls"]) == ({}, {})
+
+
 def test_the_default_ladder_covers_every_step(checkpoint):
     _, stats = run(checkpoint("llama"), graph_mode="piecewise")
     assert "above the largest size" not in stats["falls"]

@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
+
+Fields: TypeAlias = Mapping[str, tuple[type[np.generic], tuple[int, ...]]]
+"""Name of each field to its numpy type and shape."""
 
 _ALIGNMENT = 64
 
@@ -29,7 +33,8 @@ class StagingBuffer:
 
     On a CPU the device views are the host views, and nothing is copied. On CUDA the host buffer
     is pinned and `lay_out` first waits for the last copy out of it, which has long been done
-    unless the host runs ahead.
+    unless the host runs ahead. Steps of the same shapes, as decode steps mostly are, share one
+    layout and its views.
 
     Views handed out are valid until the next `lay_out`.
     """
@@ -37,17 +42,27 @@ class StagingBuffer:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._copied: torch.cuda.Event | None = None
+        self._fields: Fields = {}
+        self._layout = Layout(host={}, offsets={}, num_bytes=0)
+        self._views: dict[str, torch.Tensor] | None = None  # of the layout, on a CPU
         self._grow(1 << 16)
 
-    def lay_out(self, fields: Mapping[str, tuple[type[np.generic], tuple[int, ...]]]) -> Layout:
-        """Reserve room for `fields`, name to (numpy type, shape); the contents are undefined."""
+    def lay_out(self, fields: Fields) -> Layout:
+        """Reserve room for `fields`; the contents are undefined."""
+        if self._copied is not None:
+            self._copied.synchronize()  # sync: the last copy still reads this buffer
+        if fields != self._fields:
+            self._layout = self._new_layout(fields)
+            self._fields = dict(fields)
+            self._views = None
+        return self._layout
+
+    def _new_layout(self, fields: Fields) -> Layout:
         offsets, end = {}, 0
         for name, (dtype, shape) in fields.items():
             offsets[name] = end
             num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
             end += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        if self._copied is not None:
-            self._copied.synchronize()  # sync: the last copy still reads this buffer
         if end > len(self._bytes):
             self._grow(2 * end)
         host = {
@@ -58,8 +73,11 @@ class StagingBuffer:
 
     def upload(self, layout: Layout) -> dict[str, torch.Tensor]:
         """Device tensors of all fields, by one copy that the host doesn't wait for."""
+        assert layout is self._layout, "another layout was made since"
         if self._device.type == "cpu":
-            return {name: torch.from_numpy(array) for name, array in layout.host.items()}
+            if self._views is None:
+                self._views = {name: torch.from_numpy(a) for name, a in layout.host.items()}
+            return self._views
         device_bytes = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self._device)
         device_bytes.copy_(self._host[: layout.num_bytes], non_blocking=True)
         if self._copied is None:

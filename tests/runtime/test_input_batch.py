@@ -210,3 +210,19 @@ def test_the_staging_buffer_grows_and_keeps_fields_apart():
     device = staging.upload(layout)
     assert device["a"].sum() == 50_000
     assert device["b"].tolist() == [[2] * 5] * 3
+
+
+def test_steps_of_the_same_shapes_share_a_layout_and_others_get_their_own():
+    staging = StagingBuffer(CPU)
+    small = {"a": (np.int64, (3,)), "b": (np.int32, (2, 2))}
+    large = {"a": (np.int64, (5,)), "b": (np.int32, (2, 2))}
+    first = staging.lay_out(small)
+    views = staging.upload(first)
+    assert staging.lay_out(dict(small)) is first
+    first.host["b"][:] = 7
+    assert staging.upload(first)["b"].tolist() == [[7, 7], [7, 7]]
+    assert staging.upload(first)["a"] is views["a"]
+    other = staging.lay_out(large)
+    assert staging.upload(other)["a"].shape == (5,)
+    with pytest.raises(AssertionError, match="another layout"):
+        staging.upload(first)

@@ -1,4 +1,4 @@
-"""The `stepgraph` command: generate, chat, env."""
+"""The `stepgraph` command: generate, chat, env, backends."""
 
 from __future__ import annotations
 
@@ -63,6 +63,11 @@ def _parser() -> argparse.ArgumentParser:
 
     env = commands.add_parser("env", help="show the environment variables")
     env.set_defaults(run=_env)
+
+    backends = commands.add_parser("backends", help="show which attention backends can run a model")
+    backends.add_argument("--model", default=EMBEDDED_MODEL, help="default: %(default)s")
+    _add_fields(backends, "engine", ("dtype", "device", "block_size"))
+    backends.set_defaults(run=_backends)
     return parser
 
 
@@ -147,4 +152,22 @@ def _print_speed(num_tokens: int, seconds: float, first: float) -> None:
 
 def _env(args: argparse.Namespace) -> int:
     print(describe_environment())
+    return 0
+
+
+def _backends(args: argparse.Namespace) -> int:
+    from attention import backend_names, rejected_backends
+
+    from .config import EngineConfig
+    from .model_runner import attention_spec
+    from .models import load_decoder_config, stored_dtype
+
+    options = EngineConfig(model=args.model, **_given(args, ("dtype", "device", "block_size")))
+    path = options.resolve_model()
+    decoder = load_decoder_config(path)
+    config = options.resolve(decoder, path, stored_dtype(path))
+    rejected = rejected_backends(attention_spec(config, decoder))
+    for name in backend_names():
+        reasons = rejected.get(name)
+        print(f"{name}: {'can run' if reasons is None else '; '.join(reasons)}")
     return 0

@@ -53,3 +53,10 @@ def test_env_shows_every_variable_with_value_and_source(capsys, monkeypatch):
     monkeypatch.setenv("STEPGRAPH_NVTZ", "1")
     assert main(["env"]) == 1
     assert "did you mean STEPGRAPH_NVTX?" in capsys.readouterr().err
+
+
+def test_backends_are_listed_with_the_reasons_against_them(checkpoint, capsys):
+    assert main(["backends", "--model", str(checkpoint("llama")), "--dtype", "float32"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["native", "torch"]
+    assert lines[-1] == "torch: can run"

@@ -106,7 +106,7 @@ VARIABLES: tuple[Variable, ...] = (
         name="STEPGRAPH_LOG_LEVEL",
         parse=_choice(*_LEVELS),
         allowed=" | ".join(_LEVELS),
-        default="warning; info in the command line tool",
+        default="warning; info under stepgraph -v",
         help="least severe message of the stepgraph loggers that is shown",
     ),
     Variable(

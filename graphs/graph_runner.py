@@ -124,7 +124,6 @@ class GraphRunner:
         self._cache = cache
         self._pool = pool
         self._support = graph_support
-        self._options = options
         self._buckets = _wanted_buckets(options, graph_support)
         sizes = [size for _, size in self._buckets]
         seqs = [size for mode, size in self._buckets if mode == "full"]

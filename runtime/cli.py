@@ -10,6 +10,7 @@ from typing import Any
 
 from .embedded_model import EMBEDDED_MODEL
 from .environment import describe_environment
+from .errors import NonFiniteLogitsError
 from .log import configure_logging
 
 _ENGINE_FLAGS = (
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         configure_logging("info" if args.verbose else "warning")
         status: int = args.run(args)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, NonFiniteLogitsError) as error:
         print(f"stepgraph: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 import torch
 
+from attention.metadata import MAX_BLOCK_SIZE
 from graphs import GraphMode
 from graphs.capture_sizes import CaptureLadders, CaptureSizes, parse_capture_sizes
 
@@ -26,7 +27,6 @@ from .step_cost import estimated_cost
 if TYPE_CHECKING:
     from .models import DecoderConfig
 
-MAX_BLOCK_SIZE = 256
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,

@@ -205,10 +205,12 @@ class Engine:
 
         Each bucket has its steps, real and padded tokens, and seconds; `falls` counts the steps
         that ran eagerly though graphs are on, by reason, and `dropped` names sizes without one.
+        `num_target_misses` counts steps that could not keep itl_target_ms.
         """
         return {
             "graph_mode": self.config.graph_mode,
             "num_preemptions": self.scheduler.num_preemptions,
+            "num_target_misses": self.scheduler.sizing.num_target_misses,
             **dataclasses.asdict(self.counters),
             **self._runner.statistics.as_dict(),
             "dropped": self._runner.dropped_graphs,

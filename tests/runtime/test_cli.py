@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 
 import pytest
+import torch
 
 from runtime.cli import main
+from runtime.models import Decoder
 
 
 def test_generate_prints_prompt_and_text_then_the_speed(checkpoint, capsys):
@@ -41,6 +43,17 @@ def test_refusals_are_one_line(arguments, text, capsys):
     assert main(arguments) == 1
     shown = capsys.readouterr().err
     assert text in shown
+    assert shown.count("\n") == 1
+
+
+def test_an_answer_that_fails_is_one_line_too(checkpoint, capsys, monkeypatch):
+    def poisoned(self, hidden):
+        return torch.full((len(hidden), 300), torch.nan)
+
+    monkeypatch.setattr(Decoder, "compute_logits", poisoned)
+    assert main(["chat", "hello", "--model", str(checkpoint("llama"))]) == 1
+    shown = capsys.readouterr().err
+    assert "NaN" in shown
     assert shown.count("\n") == 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import numbers
 import operator
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 import torch
 
 from attention.metadata import MAX_BLOCK_SIZE
-from graphs import GraphMode
+from graphs import GraphMode, compiler_refusal
 from graphs.capture_sizes import CaptureLadders, CaptureSizes, parse_capture_sizes
 
 from . import model_source
@@ -26,6 +27,8 @@ from .step_cost import estimated_cost
 
 if TYPE_CHECKING:
     from .models import DecoderConfig
+
+logger = logging.getLogger("stepgraph.runtime")
 
 DTYPES = {
     "float32": torch.float32,
@@ -85,6 +88,10 @@ class EngineConfig:
     limits and the model where graphs are captured, and no padding where none are."""
     bucket_fitting: bool = False
     """Shorten the last chunk of a step to a captured size where that saves time."""
+    compile: bool | None = None
+    """Compile what lies between two attention calls, by torch.compile, before the first request;
+    where no compiler is found a warning says so and layers run as they are. None:
+    STEPGRAPH_COMPILE, else True on CUDA and False on a CPU."""
     itl_target_ms: float | None = None
     """Longest gap that decoding sequences should see between two tokens, in milliseconds: prompts
     get what fits beside the decodes in steps of that length. None: what the budget leaves."""
@@ -114,9 +121,9 @@ class EngineConfig:
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization={share!r} is not above 0 and at most 1")
         self._check_step_size_options()
-        for name in ("enable_prefix_caching", "bucket_fitting", "nvtx"):
+        for name in ("enable_prefix_caching", "bucket_fitting", "compile", "nvtx"):
             value = getattr(self, name)
-            if not isinstance(value, bool) and not (name == "nvtx" and value is None):
+            if not isinstance(value, bool) and not (name in ("compile", "nvtx") and value is None):
                 raise ConfigError(f"{name}={value!r} is not True or False")
 
     def _check_step_size_options(self) -> None:
@@ -210,10 +217,12 @@ class EngineConfig:
             graph_mode=graph_mode,
             ladders=ladders,
             bucket_fitting=self.bucket_fitting,
+            compile=self._resolve_compile(device, env, reasons),
             itl_target_ms=None if self.itl_target_ms is None else float(self.itl_target_ms),
             attention_backend=self.attention_backend or env.get("STEPGRAPH_ATTENTION", "auto"),
             seed=self.seed,
             nvtx=env.get("STEPGRAPH_NVTX", False) if self.nvtx is None else self.nvtx,
+            cache_dir=env.get("STEPGRAPH_CACHE_DIR") or model_source.cache_directory(),
             reasons=reasons,
         )
 
@@ -296,6 +305,24 @@ class EngineConfig:
             return cast("GraphMode", env["STEPGRAPH_GRAPH_MODE"])
         reasons["graph_mode"] = f"the default on {device.type}"
         return "none" if device.type == "cpu" else "full_and_piecewise"
+
+    def _resolve_compile(
+        self, device: torch.device, env: Mapping[str, Any], reasons: dict[str, str]
+    ) -> bool:
+        wanted = self.compile
+        if wanted is None and "STEPGRAPH_COMPILE" in env:
+            reasons["compile"] = "STEPGRAPH_COMPILE"
+            wanted = bool(env["STEPGRAPH_COMPILE"])
+        if wanted is None:
+            wanted = device.type == "cuda"
+            # 3 to 8% of the regions' time, for half a minute at the first start: RESULTS.md.
+            why = "" if wanted else ", where it gains a few percent"
+            reasons["compile"] = f"the default on {device.type}{why}"
+        refusal = compiler_refusal(device) if wanted else None
+        if refusal is not None:
+            reasons["compile"] = refusal
+            logger.warning("layers can't be compiled and run uncompiled: %s", refusal)
+        return wanted and refusal is None
 
     def _explicit_ladders(
         self, num_seqs: int, budget: int, env: Mapping[str, Any], reasons: dict[str, str]

@@ -205,7 +205,8 @@ class Engine:
 
         Each bucket has its steps, real and padded tokens, and seconds; `falls` counts the steps
         that ran eagerly though graphs are on, by reason, and `dropped` names sizes without one.
-        `num_target_misses` counts steps that could not keep itl_target_ms.
+        `num_target_misses` counts steps that could not keep itl_target_ms. `compile` has what each
+        compiled region took, and why layers run uncompiled though compiled ones were wanted.
         """
         return {
             "graph_mode": self.config.graph_mode,
@@ -214,6 +215,7 @@ class Engine:
             **dataclasses.asdict(self.counters),
             **self._runner.statistics.as_dict(),
             "dropped": self._runner.dropped_graphs,
+            "compile": self._runner.compilation,
         }
 
     def check_integrity(self) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import sys
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,9 +16,10 @@ from tqdm import tqdm
 from attention import AttentionSpec, PagedKVCache, select_backend
 from graphs import GraphOptions, GraphPool, GraphRunner, GraphSupport, StepStatistics
 
+from .compiled_layers import CompiledLayers, compile_layers
 from .input_batch import InputBatch, pack
 from .kv_memory import cpu_kv_bytes, cuda_kv_bytes, size_kv_pool
-from .models import DecoderConfig, load_decoder, prepack_refusal
+from .models import PLAIN_REGIONS, DecoderConfig, load_decoder, prepack_refusal
 from .ranges import Ranges
 from .resolved_config import ResolvedConfig
 from .row_table import RowTable
@@ -58,6 +61,8 @@ class ModelRunner:
             seed=config.seed,
         )
         self._prepack_weights()
+        self._layers = self._compile_layers()
+        self._forward = functools.partial(self._model, regions=self._layers.regions)
         self._spec = attention_spec(config, decoder_config)
         self._backend = select_backend(config.attention_backend, self._spec)
         self._staging = StagingBuffer(config.device)
@@ -78,6 +83,11 @@ class ModelRunner:
     def dropped_graphs(self) -> dict[str, str]:
         """Sizes that were to be captured and have no graph, each with the reason."""
         return {f"{mode} {size}": why for (mode, size), why in self._graphs.dropped.items()}
+
+    @property
+    def compilation(self) -> dict[str, Any]:
+        """Whether layers are compiled, why not, and what compiling each region took."""
+        return self._layers.as_dict()
 
     def execute(self, scheduled: ScheduledBatch) -> StepOutput:
         """Run one step that has at least one token."""
@@ -110,9 +120,20 @@ class ModelRunner:
         refusal = prepack_refusal(config.dtype, config.device)
         if refusal is None and config.graph_mode != "none":
             refusal = "prepacked weights have no address that a captured graph could hold"
+        if refusal is None and config.compile:
+            refusal = "compiled layers read plain weights"
         if refusal is None:
             self._model.prepack()
         logger.info("weights prepacked: %s", "yes" if refusal is None else f"no, {refusal}")
+
+    def _compile_layers(self) -> CompiledLayers:
+        config = self._config
+        if not config.compile:
+            reason = config.reasons.get("compile")
+            return CompiledLayers(regions=PLAIN_REGIONS, reason=reason)
+        return compile_layers(
+            self._model, max_tokens=config.max_num_batched_tokens, cache_dir=config.cache_dir
+        )
 
     # -- graphs -----------------------------------------------------------------------------
 
@@ -146,7 +167,7 @@ class ModelRunner:
 
     def _new_graph_runner(self, cache: PagedKVCache, options: GraphOptions) -> GraphRunner:
         return GraphRunner(
-            self._model,
+            self._forward,
             self._backend,
             cache,
             options,

@@ -56,6 +56,8 @@ class ResolvedConfig:
     """Captured sizes of decode steps and of others; None: steps run at their own size."""
     bucket_fitting: bool
     """As in EngineConfig."""
+    compile: bool
+    """Whether layers are compiled; a compiler was found then."""
     itl_target_ms: float | None
     """As in EngineConfig."""
     attention_backend: str
@@ -64,6 +66,8 @@ class ResolvedConfig:
     """As in EngineConfig."""
     nvtx: bool
     """Whether the stages of a step open NVTX ranges."""
+    cache_dir: Path
+    """Where compiled layers are kept."""
     reasons: Mapping[str, str]
     """Why each option that was left open got its value."""
 

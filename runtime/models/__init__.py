@@ -2,15 +2,17 @@
 
 from .checkpoint import stored_dtype
 from .config import SUPPORTED_ARCHITECTURES, DecoderConfig, load_decoder_config
-from .decoder import Decoder
+from .decoder import PLAIN_REGIONS, Decoder, Regions
 from .linear import prepack_refusal
 from .rotary import RopeConfig
 from .weights import load_decoder
 
 __all__ = [
+    "PLAIN_REGIONS",
     "SUPPORTED_ARCHITECTURES",
     "Decoder",
     "DecoderConfig",
+    "Regions",
     "RopeConfig",
     "load_decoder",
     "load_decoder_config",

@@ -51,6 +51,7 @@ def test_good_block_sizes_are_kept(block_size):
         ({"gpu_memory_utilization": "0.9"}, "gpu_memory_utilization='0.9'"),
         ({"enable_prefix_caching": 1}, "enable_prefix_caching=1 is not True or False"),
         ({"nvtx": "on"}, "nvtx='on' is not True or False"),
+        ({"compile": 1}, "compile=1 is not True or False"),
     ],
 )
 def test_wrong_values_are_named(options, text):

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .logits_rules import LogitsRules
 from .row_table import RowTable
 from .sampling_params import LogitsProcessor
 from .token_counts import PenaltyBatch
@@ -66,69 +65,64 @@ class LogitsPlan:
     """
 
     def __init__(self, table: RowTable, rows: np.ndarray, num_outputs: np.ndarray) -> None:
-        self._edits: list[tuple[int, np.ndarray, np.ndarray]] = []
-        self._allowed: list[tuple[int, np.ndarray]] = []
-        self._penalised: list[tuple[int, int, LogitsRules]] = []
         self._host_work: list[HostWork] = []
-        for place in np.flatnonzero(table.has_rules[rows]).tolist():
-            row = int(rows[place])
-            rules = table.rules[row]
-            assert rules is not None, f"row {row} has no rules"
-            self._add(place, row, rules, int(num_outputs[place]), table.output_ids.get(row))
-        self.arrays: Arrays = self._collect()
-        """To be carried to the device, by name: int64, float32 where the name says so."""
+        self.arrays: Arrays = {}
+        """To be carried to the device, by name."""
+        is_early = num_outputs < table.min_tokens[rows]
+        self._add_edits(table, rows, is_early, np.flatnonzero(table.has_edits[rows] | is_early))
+        self._add_penalties(table, rows, np.flatnonzero(table.has_penalties[rows]))
 
-    def _add(
-        self,
-        place: int,
-        row: int,
-        rules: LogitsRules,
-        num_outputs: int,
-        output_ids: list[int] | None,
+    def _add_edits(
+        self, table: RowTable, rows: np.ndarray, is_early: np.ndarray, places: np.ndarray
     ) -> None:
-        if len(rules.bias_ids):
-            self._edits.append((place, rules.bias_ids, rules.bias_values))
-        forbidden = [] if output_ids is None else _completing_ids(rules.phrases, output_ids)
-        if num_outputs < rules.min_tokens:
-            forbidden += rules.early_ids.tolist()
-        if forbidden:
-            values = np.full(len(forbidden), -np.inf, dtype=np.float32)
-            self._edits.append((place, np.array(forbidden, dtype=np.int64), values))
-        if rules.allowed_ids is not None:
-            self._allowed.append((place, rules.allowed_ids))
-        if rules.has_penalties:
-            self._penalised.append((place, row, rules))
-        if rules.processors:
-            assert output_ids is not None, f"row {row} came without its output"
-            self._host_work.append(
-                HostWork(
-                    place=place,
-                    row=row,
-                    processors=rules.processors,
-                    output_ids=tuple(output_ids),
+        edits: list[tuple[int, np.ndarray, np.ndarray]] = []
+        allowed: list[tuple[int, np.ndarray]] = []
+        for place in places.tolist():
+            row = int(rows[place])
+            rules, output_ids = table.rules[row], table.output_ids.get(row, [])
+            assert rules is not None, f"row {row} has no rules"
+            if len(rules.bias_ids):
+                edits.append((place, rules.bias_ids, rules.bias_values))
+            forbidden = _completing_ids(rules.phrases, output_ids)
+            if is_early[place]:
+                forbidden += rules.early_ids.tolist()
+            if forbidden:
+                values = np.full(len(forbidden), -np.inf, dtype=np.float32)
+                edits.append((place, np.array(forbidden, dtype=np.int64), values))
+            if rules.allowed_ids is not None:
+                allowed.append((place, rules.allowed_ids))
+            if rules.processors:
+                self._host_work.append(
+                    HostWork(
+                        place=place,
+                        row=row,
+                        processors=rules.processors,
+                        output_ids=tuple(output_ids),
+                    )
                 )
-            )
-
-    def _collect(self) -> Arrays:
-        arrays: Arrays = {}
-        if self._edits:
-            places, ids, values = zip(*self._edits, strict=True)
-            arrays["edit_places"] = np.repeat(places, [len(i) for i in ids])
+        arrays = self.arrays
+        if edits:
+            of, ids, values_of = zip(*edits, strict=True)
+            arrays["edit_places"] = np.repeat(of, [len(i) for i in ids])
             arrays["edit_ids"] = np.concatenate(ids)
-            arrays["edit_values"] = np.concatenate(values)
-        if self._allowed:
-            places, ids = zip(*self._allowed, strict=True)
-            arrays["allowed_places"] = np.array(places)
+            arrays["edit_values"] = np.concatenate(values_of)
+        if allowed:
+            of, ids = zip(*allowed, strict=True)
+            arrays["allowed_places"] = np.array(of)
             arrays["allowed_of"] = np.repeat(np.arange(len(ids)), [len(i) for i in ids])
             arrays["allowed_ids"] = np.concatenate(ids)
-        if self._penalised:
-            places, rows, rules = zip(*self._penalised, strict=True)
-            arrays["penalty_places"] = np.array(places)
-            arrays["penalty_rows"] = np.array(rows)
-            for name in ("repetition", "frequency", "presence"):
-                numbers = [getattr(r, f"{name}_penalty") for r in rules]
-                arrays[name] = np.array(numbers, dtype=np.float32)
-        return arrays
+
+    def _add_penalties(self, table: RowTable, rows: np.ndarray, places: np.ndarray) -> None:
+        if not len(places):
+            return
+        penalised = rows[places]
+        self.arrays |= {
+            "penalty_places": places,
+            "penalty_rows": penalised,
+            "repetition": table.repetition_penalty[penalised],
+            "frequency": table.frequency_penalty[penalised],
+            "presence": table.presence_penalty[penalised],
+        }
 
     def batch(self, device: dict[str, torch.Tensor]) -> LogitsBatch | None:
         """The same on the device, from `arrays` as carried there; None if there is nothing to do.
@@ -138,18 +132,6 @@ class LogitsPlan:
         """
         if not (self.arrays or self._host_work):
             return None
-        penalties = None
-        if self._penalised:
-            rules = [r for _, _, r in self._penalised]
-            penalties = PenaltyBatch(
-                places=device["penalty_places"],
-                rows=device["penalty_rows"],
-                repetition=device["repetition"],
-                frequency=device["frequency"],
-                presence=device["presence"],
-                any_repetition=any(r.repetition_penalty != 1 for r in rules),
-                any_output=any(r.penalises_output for r in rules),
-            )
         return LogitsBatch(
             edit_places=device.get("edit_places"),
             edit_ids=device.get("edit_ids"),
@@ -157,8 +139,20 @@ class LogitsPlan:
             allowed_places=device.get("allowed_places"),
             allowed_of=device.get("allowed_of"),
             allowed_ids=device.get("allowed_ids"),
-            penalties=penalties,
+            penalties=self._penalties(device) if "repetition" in self.arrays else None,
             host_work=tuple(self._host_work),
+        )
+
+    def _penalties(self, device: dict[str, torch.Tensor]) -> PenaltyBatch:
+        arrays = self.arrays
+        return PenaltyBatch(
+            places=device["penalty_places"],
+            rows=device["penalty_rows"],
+            repetition=device["repetition"],
+            frequency=device["frequency"],
+            presence=device["presence"],
+            any_repetition=bool((arrays["repetition"] != 1).any()),
+            any_output=bool(arrays["frequency"].any() or arrays["presence"].any()),
         )
 
 

@@ -43,12 +43,13 @@ class LogitsRules:
     @property
     def has_penalties(self) -> bool:
         """Whether the sequence's tokens have to be counted."""
-        return self.repetition_penalty != 1 or self.penalises_output
+        penalises_output = self.frequency_penalty != 0 or self.presence_penalty != 0
+        return self.repetition_penalty != 1 or penalises_output
 
     @property
-    def penalises_output(self) -> bool:
-        """Whether some penalty looks at the output alone."""
-        return self.frequency_penalty != 0 or self.presence_penalty != 0
+    def has_edits(self) -> bool:
+        """Whether single logits are changed in every step, or may be."""
+        return bool(len(self.bias_ids) or self.allowed_ids is not None or self.needs_output_ids)
 
     @property
     def forbids(self) -> bool:
@@ -103,8 +104,8 @@ def make_logits_rules(
         frequency_penalty=params.frequency_penalty,
         presence_penalty=params.presence_penalty,
     )
-    is_used = bias or early or rules.has_penalties or rules.needs_output_ids
-    return rules if is_used or rules.allowed_ids is not None else None
+    is_used = rules.has_edits or rules.has_penalties or rules.min_tokens
+    return rules if is_used else None
 
 
 def check_vocabulary(what: str, ids: Iterable[int] | np.ndarray, vocab_size: int) -> None:

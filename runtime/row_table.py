@@ -32,8 +32,14 @@ class RowTable:
         self.min_p = np.zeros(max_num_seqs, dtype=np.float32)
         self.num_logprobs = np.full(max_num_seqs, NO_LOGPROBS, dtype=np.int64)
         """Likeliest tokens wanted beside each sampled one, or NO_LOGPROBS."""
-        self.has_rules = np.zeros(max_num_seqs, dtype=bool)
         self.rules: list[LogitsRules | None] = [None] * max_num_seqs
+        self.has_edits = np.zeros(max_num_seqs, dtype=bool)
+        """As `LogitsRules.has_edits`."""
+        self.min_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.has_penalties = np.zeros(max_num_seqs, dtype=bool)
+        self.repetition_penalty = np.ones(max_num_seqs, dtype=np.float32)
+        self.frequency_penalty = np.zeros(max_num_seqs, dtype=np.float32)
+        self.presence_penalty = np.zeros(max_num_seqs, dtype=np.float32)
         self.output_ids: dict[int, list[int]] = {}
         """All ids generated so far, by row, where the rules need them."""
         self.params: list[SamplingParams | None] = [None] * max_num_seqs
@@ -67,8 +73,13 @@ class RowTable:
             if rules is None:
                 continue
             self.rules[row] = rules
-            self.has_rules[row] = True
             self.num_with_rules += 1
+            self.has_edits[row] = rules.has_edits
+            self.min_tokens[row] = rules.min_tokens
+            self.has_penalties[row] = rules.has_penalties
+            self.repetition_penalty[row] = rules.repetition_penalty
+            self.frequency_penalty[row] = rules.frequency_penalty
+            self.presence_penalty[row] = rules.presence_penalty
             if rules.needs_output_ids:
                 assert token_ids is not None, f"row {row} came without its tokens"
                 self.output_ids[row] = token_ids[self.num_prompt_tokens[row] :].tolist()
@@ -102,10 +113,11 @@ class RowTable:
         params, self.params[row] = self.params[row], None
         if params is not None:
             self._count(params, -1)
-        if self.has_rules[row]:
+        if self.rules[row] is not None:
             self.rules[row] = None
-            self.has_rules[row] = False
             self.num_with_rules -= 1
+            self.has_edits[row] = self.has_penalties[row] = False
+            self.min_tokens[row] = 0
             self.output_ids.pop(row, None)
 
     def _count(self, params: SamplingParams, change: int) -> None:

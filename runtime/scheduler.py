@@ -331,7 +331,8 @@ class Scheduler:
 
     def _fail(self, sequence: Sequence, output: StepOutput) -> Sequence:
         sequence.error = output.error_of(sequence, int(self._table.num_tokens[sequence.row]))
-        self._blocks.forget(sequence)  # its K/V may be as bad, and must serve nobody else
+        if sequence.row not in output.row_errors:
+            self._blocks.forget(sequence)  # its K/V may be as bad, and must serve nobody else
         self._end(sequence, "error")
         return sequence
 

@@ -395,6 +395,8 @@ def test_stop_strings_survive_preemption_and_failed_steps(checkpoint, monkeypatc
                 continue
         assert sequence.output_token_ids == expected.token_ids
         assert sequence.stop_reason == stop
+        assert not llm.engine._watched_texts
+        assert not llm.engine._runner._rows.output_ids
         llm.engine.check_integrity()
 
 
@@ -422,6 +424,14 @@ def test_a_processor_that_fails_ends_its_own_request_by_name(llm):
     stream = llm.stream_chat([{"role": "user", "content": "hi"}], failing)
     with pytest.raises(LogitsProcessorError, match="three is enough"):
         list(stream)
+
+
+def test_the_runner_keeps_no_ids_of_rows_that_were_taken_over(llm):
+    run(llm, ["a", "b", "c"], greedy(bad_words=["ab"], logits_processors=[lambda _, x: x]))
+    table = llm.engine._runner._rows
+    assert (len(table.output_ids), table.num_with_rules) == (3, 3), "told with the next step"
+    run(llm, ["a"], greedy(3))
+    assert (table.output_ids, table.num_with_rules) == ({}, 0)
 
 
 def test_ctrl_c_in_a_processor_leaves_a_clean_engine(llm):

@@ -427,6 +427,7 @@ FAILURES: list[tuple[Any, str]] = [
     (lambda ids, logits: logits.long(), "returned torch.int64"),
     (lambda ids, logits: logits * torch.nan, "returned NaN"),
     (lambda ids, logits: logits + torch.inf, "returned NaN"),
+    (lambda ids, logits: logits.fill_(torch.nan), "returned NaN"),
     (only_minus_infinity, "-inf for all tokens"),
 ]
 

@@ -11,6 +11,12 @@ from .metadata import AttentionSpec
 logger = logging.getLogger("stepgraph.attention")
 
 
+def _load_flashinfer() -> type[AttentionBackend]:
+    from .flashinfer_backend import FlashInferBackend
+
+    return FlashInferBackend
+
+
 def _load_native() -> type[AttentionBackend]:
     from .native_backend import NativeBackend
 
@@ -26,11 +32,13 @@ def _load_torch() -> type[AttentionBackend]:
 # In the order of preference. A loader imports its backend's module only when it is asked, and
 # that module imports its vendor's package only when it is used.
 _LOADERS: dict[str, Callable[[], type[AttentionBackend]]] = {
+    "flashinfer": _load_flashinfer,
     "native": _load_native,
     "torch": _load_torch,
 }
 # What is lost when one that was made for a type of device can't run on it.
 _LOSSES: dict[str, tuple[str, str]] = {
+    "flashinfer": ("cuda", "attention takes longer, and decode steps may have no full graphs"),
     "native": ("cpu", "attention on this CPU will take several times as long"),
 }
 

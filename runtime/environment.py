@@ -69,8 +69,8 @@ _LEVELS = ("debug", "info", "warning", "error")
 VARIABLES: tuple[Variable, ...] = (
     Variable(
         name="STEPGRAPH_ATTENTION",
-        parse=_choice("auto", "native", "torch"),
-        allowed="auto | native | torch",
+        parse=_choice("auto", "flashinfer", "native", "torch"),
+        allowed="auto | flashinfer | native | torch",
         default="auto",
         help="attention backend",
     ),

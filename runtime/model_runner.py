@@ -231,6 +231,8 @@ def attention_spec(config: ResolvedConfig, decoder: DecoderConfig) -> AttentionS
         block_size=config.block_size,
         windows=decoder.windows,
         scale=decoder.head_dim**-0.5,
+        max_num_seqs=config.max_num_seqs,
+        max_num_tokens=config.max_num_batched_tokens,
     )
 
 

@@ -46,7 +46,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones(
     make_spec: Callable[..., AttentionSpec],
 ) -> None:
     with pytest.raises(
-        ValueError, match=r"unknown attention backend 'torhc'; .*auto, native, torch"
+        ValueError, match=r"unknown attention backend 'torhc'; .*auto, flashinfer, native, torch"
     ):
         select_backend("torhc", make_spec())
 
@@ -99,7 +99,7 @@ def test_auto_raises_with_every_reason_when_nothing_can_run(
     make_spec: Callable[..., AttentionSpec],
 ) -> None:
     with pytest.raises(
-        ValueError, match=r"no attention backend can run here. native: dtype.*torch: dtype torch"
+        ValueError, match=r"backend can run here. flashinfer: device.*native: dtype.*torch: dtype"
     ):
         select_backend("auto", make_spec(dtype=torch.int8))
 

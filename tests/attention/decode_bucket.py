@@ -39,6 +39,7 @@ class DecodeBucket:
         sizes: numbers of sequences.
         num_blocks: of the KV pool.
         max_blocks: columns of the widest block table.
+        tolerance: largest absolute error of a result; None: that of the dtype.
     """
 
     def __init__(
@@ -48,8 +49,11 @@ class DecodeBucket:
         sizes: tuple[int, ...],
         num_blocks: int,
         max_blocks: int,
+        *,
+        tolerance: float | None = None,
     ) -> None:
         spec = backend.spec
+        self._tolerance = tolerance
         self._spec = spec
         self.cache = PagedKVCache.allocate(spec, num_blocks)
         heads = {"query": spec.num_heads, "key": spec.num_kv_heads, "value": spec.num_kv_heads}
@@ -98,7 +102,8 @@ class DecodeBucket:
         done = dataclasses.replace(step, cache=after)
         shape = (-1, self._spec.num_layers, self._spec.num_heads, self._spec.head_dim)
         for layer in range(self._spec.num_layers):
-            done.assert_right(hidden.view(shape)[:, layer], layer)
+            result = hidden.view(shape)[:, layer]
+            done.assert_right(result, layer, tolerance=self._tolerance)
         written = torch.zeros(self.cache.num_blocks * self._spec.block_size, dtype=torch.bool)
         written[step.metadata.slot_mapping] = True
         written[: self._spec.block_size] = True  # the null block

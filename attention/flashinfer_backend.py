@@ -151,10 +151,10 @@ class FlashInferBackend(AttentionBackend):
         self._make_room(metadata, "a larger step")
         with self._workspace.next_plan() as staging:
             pages = plan_pages(metadata, staging.ints)
-            indptr = torch.from_numpy(pages.packed[: metadata.num_seqs + 1])
-            indptr = indptr.to(self.spec.device, non_blocking=True)
+            packed = torch.from_numpy(pages.packed).to(self.spec.device, non_blocking=True)
             indices = torch.empty(pages.num_pages, dtype=torch.int32, device=self.spec.device)
-            expand_pages(metadata.block_tables, indptr, indices)
+            ranks = self._workspace.ranks(pages.num_pages)
+            expand_pages(metadata.block_tables, packed, ranks, indices)
             launches = self._plan_launches(metadata, pages, indices, staging)
         return FlashInferPlan(
             slot_mapping=metadata.slot_mapping,

@@ -28,7 +28,7 @@ class CapturedFlashInferPlan:
         spec = kernels.spec
         self._kernels = kernels
         self._captured_tables = metadata.block_tables
-        self._packed = torch.zeros(2 * num_seqs + 1, dtype=torch.int32, device=spec.device)
+        self._packed = torch.zeros(3 * num_seqs + 1, dtype=torch.int32, device=spec.device)
         self._pages = kernels.workspace.pages(num_seqs * max_blocks)
         self._wrappers = {
             window: kernels.new_wrapper(
@@ -38,7 +38,7 @@ class CapturedFlashInferPlan:
                 use_tensor_cores=True,
                 paged_kv_indptr_buffer=self._packed[: num_seqs + 1],
                 paged_kv_indices_buffer=self._pages,
-                paged_kv_last_page_len_buffer=self._packed[num_seqs + 1 :],
+                paged_kv_last_page_len_buffer=self._packed[num_seqs + 1 : 2 * num_seqs + 1],
                 backend="fa2",
             )
             for place, window in enumerate(kernels.windows)
@@ -67,12 +67,13 @@ class CapturedFlashInferPlan:
         assert metadata.block_tables.data_ptr() == self._captured_tables.data_ptr(), (
             "the step's tables aren't those of the capture"
         )
-        kernels, num_seqs = self._kernels, metadata.num_seqs
+        kernels = self._kernels
         with kernels.workspace.next_plan() as staging:
             pages = plan_pages(metadata, staging.ints)
             self._packed.copy_(torch.from_numpy(pages.packed), non_blocking=True)
             indices = self._pages[: pages.num_pages]
-            expand_pages(metadata.block_tables, self._packed[: num_seqs + 1], indices)
+            ranks = kernels.workspace.ranks(pages.num_pages)
+            expand_pages(metadata.block_tables, self._packed, ranks, indices)
             if self.plan.padding is not None:
                 torch.eq(metadata.context_lens.view(-1, 1, 1), 0, out=self.plan.padding)
             for place, (window, wrapper) in enumerate(self._wrappers.items()):

@@ -24,14 +24,15 @@ OLDEST: Version = (0, 6, 18)
 TOO_NEW: Version = (0, 8)
 """The first version not looked at yet."""
 
-_REMEDY = "pip install 'stepgraph[cuda]'"
-# fast_decode_plan reaches into the wrapper, so it is trusted only as it was read.
-_FAST_PLAN_PARAMETERS = (
+_OLDEST, _TOO_NEW = (".".join(map(str, version)) for version in (OLDEST, TOO_NEW))
+_REMEDY = f"pip install 'flashinfer-python>={_OLDEST},<{_TOO_NEW}'"
+FAST_PLAN_PARAMETERS = (
     *("self", "indptr", "indices", "last_page_len", "num_qo_heads", "num_kv_heads", "head_dim"),
     *("page_size", "pos_encoding_mode", "window_left", "logits_soft_cap", "q_data_type"),
     *("kv_data_type", "data_type", "sm_scale", "rope_scale", "rope_theta", "non_blocking"),
     *("fixed_split_size", "disable_split_kv", "q_len_per_req", "global_override_indptr_cpu"),
 )
+"""Of fast_decode_plan, which reaches into the wrapper, so it is trusted only as it was read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +67,7 @@ class FlashInferLibrary:
     def fast_decode_plan(self) -> Callable[..., None] | None:
         """The package's replanning without copies, or None if its signature isn't the known one."""
         plan = getattr(self.module, "fast_decode_plan", None)
-        if plan is None or tuple(inspect.signature(plan).parameters) != _FAST_PLAN_PARAMETERS:
+        if plan is None or tuple(inspect.signature(plan).parameters) != FAST_PLAN_PARAMETERS:
             return None
         return plan  # type: ignore[no-any-return]
 
@@ -102,8 +103,8 @@ def version_reasons(library: FlashInferLibrary) -> list[str]:
     if OLDEST <= library.version < TOO_NEW:
         return []
     return [
-        f"flashinfer {library.module.__version__} is not from {'.'.join(map(str, OLDEST))} up to, "
-        f"but not including, {'.'.join(map(str, TOO_NEW))}; {_REMEDY}"
+        f"flashinfer {library.module.__version__} is not from {_OLDEST} up to, but not including, "
+        f"{_TOO_NEW}; {_REMEDY}"
     ]
 
 

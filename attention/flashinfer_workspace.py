@@ -78,6 +78,7 @@ class FlashInferWorkspace:
         self._max_seqs, self._max_rows = 0, 0
         self._schedule_bytes = 0
         self._pages = torch.empty(0, dtype=torch.int32, device=spec.device)
+        self._ranks = torch.empty(0, dtype=torch.int32, device=spec.device)
         self.num_plans = 0
         """Plans made so far; only the last one's schedules are there."""
         self.float_buffer = torch.empty(0, dtype=torch.uint8, device=spec.device)
@@ -101,6 +102,13 @@ class FlashInferWorkspace:
         if num_pages > len(self._pages):
             self._pages = torch.zeros(num_pages, dtype=torch.int32, device=self._spec.device)
         return self._pages[:num_pages]
+
+    def ranks(self, num_pages: int) -> torch.Tensor:
+        """[num_pages] int32, device: 0, 1, ..."""
+        if num_pages > len(self._ranks):
+            size = 2 * max(num_pages, 1 << 12)
+            self._ranks = torch.arange(size, dtype=torch.int32, device=self._spec.device)
+        return self._ranks[:num_pages]
 
     def reserve(self, num_seqs: int, num_rows: int, reason: str) -> bool:
         """Make room for steps of so many sequences and rows; whether buffers had to move.

@@ -55,9 +55,18 @@ class PagePlan:
     The pages of the decodes come first in the list of all.
     """
 
-    packed: IntArray  # [2 * num_seqs + 1]; kv_indptr and last_page_len of all, one after the other
-    decode: PagePart  # the first num_decodes sequences
-    prefill: PagePart  # all others, one-row chunks included
+    packed: IntArray
+    """[3 * num_seqs + 1], of all sequences, one after the other:
+
+    kv_indptr     [num_seqs + 1]; where each sequence's pages begin in the list of all
+    last_page_len [num_seqs]
+    offsets       [num_seqs]; entry p of the list, a page of sequence s, is entry p + offsets[s]
+                  of the flattened block tables
+    """
+    decode: PagePart
+    """The first num_decodes sequences."""
+    prefill: PagePart
+    """All others, one-row chunks included."""
 
     @property
     def num_pages(self) -> int:
@@ -67,7 +76,7 @@ class PagePlan:
 
 def num_plan_ints(num_seqs: int) -> int:
     """How many integers plan_pages writes for so many sequences, at most."""
-    return 5 * num_seqs + 5
+    return 6 * num_seqs + 5
 
 
 def plan_pages(metadata: AttentionMetadata, out: IntArray) -> PagePlan:
@@ -79,13 +88,12 @@ def plan_pages(metadata: AttentionMetadata, out: IntArray) -> PagePlan:
     """
     bounds, contexts = metadata.cu_seqlens_q_cpu, metadata.context_lens_cpu
     num_seqs, split, size = metadata.num_seqs, metadata.num_decodes, metadata.block_size
-    num_rows = np.diff(bounds)
-    assert np.all((contexts >= num_rows) | (contexts == 0)), (
+    is_empty = contexts == 0
+    assert ((contexts >= bounds[1:] - bounds[:-1]) | is_empty).all(), (
         "a sequence's context must hold its query rows"
     )
-    assert contexts.max(initial=0) <= metadata.block_tables_cpu.shape[1] * size, (
-        "a context exceeds its block table"
-    )
+    width = metadata.block_tables_cpu.shape[1]
+    assert contexts.max(initial=0) <= width * size, "a context exceeds its block table"
     first = 0
 
     def take(length: int) -> IntArray:
@@ -98,14 +106,15 @@ def plan_pages(metadata: AttentionMetadata, out: IntArray) -> PagePlan:
     np.cumsum((contexts + (size - 1)) >> (size.bit_length() - 1), out=kv_indptr[1:])
     np.bitwise_and(contexts - 1, size - 1, out=last_page_len)
     last_page_len += 1
-    last_page_len[contexts == 0] = 0
+    last_page_len[is_empty] = 0
+    np.subtract(np.arange(num_seqs, dtype=np.int32) * width, kv_indptr[:-1], out=take(num_seqs))
     kept_contexts = take(num_seqs)
     kept_contexts[:] = contexts
     prefill_rows, prefill_pages = take(num_seqs - split + 1), take(num_seqs - split + 1)
     np.subtract(bounds[split:], split, out=prefill_rows)
     np.subtract(kv_indptr[split:], kv_indptr[split], out=prefill_pages)
     return PagePlan(
-        packed=out[: 2 * num_seqs + 1],
+        packed=out[: 3 * num_seqs + 1],
         decode=PagePart(
             qo_indptr=bounds[: split + 1],
             kv_indptr=kv_indptr[: split + 1],
@@ -121,19 +130,19 @@ def plan_pages(metadata: AttentionMetadata, out: IntArray) -> PagePlan:
     )
 
 
-def expand_pages(block_tables: torch.Tensor, kv_indptr: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the list of all pages: out[kv_indptr[s] + j] = block_tables[s, j].
-
-    On CUDA nothing waits for the device, since the length of out says how many there are.
+def expand_pages(
+    block_tables: torch.Tensor, packed: torch.Tensor, ranks: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Write the list of all pages of a step, on the device; the host doesn't wait for it.
 
     Args:
         block_tables: [num_seqs, max_blocks] int32, contiguous.
-        kv_indptr: [num_seqs + 1] int32, on the same device.
-        out: [kv_indptr[-1]] int32, there too.
+        packed: [3 * num_seqs + 1] int32; see PagePlan.packed.
+        ranks: [num_pages] int32; 0, 1, ...
+        out: [num_pages] int32.
     """
-    width = block_tables.shape[1]
-    page = torch.arange(out.shape[0], dtype=torch.int32, device=out.device)
-    sequence = torch.searchsorted(kv_indptr[1:], page, right=True, out_int32=True)
-    page -= kv_indptr.index_select(0, sequence)
-    page += sequence.mul_(width)
-    torch.index_select(block_tables.view(-1), 0, page, out=out)
+    num_seqs = block_tables.shape[0]
+    ends, offsets = packed[1 : num_seqs + 1], packed[2 * num_seqs + 1 :]
+    sequence = torch.searchsorted(ends, ranks, right=True, out_int32=True)
+    entries = offsets.index_select(0, sequence).add_(ranks)
+    torch.index_select(block_tables.view(-1), 0, entries, out=out)

@@ -381,7 +381,8 @@ def test_a_missing_package_is_a_reason_with_a_remedy(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(flashinfer_library.importlib.util, "find_spec", lambda name: None)
     reasons = flashinfer_library.library_reasons.__wrapped__()
-    assert reasons == ["flashinfer is not installed; pip install 'stepgraph[cuda]'"]
+    remedy = "pip install 'flashinfer-python>=0.6.18,<0.8'"
+    assert reasons == [f"flashinfer is not installed; {remedy}"]
 
 
 def test_missing_build_tools_are_reasons(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

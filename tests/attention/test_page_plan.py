@@ -76,13 +76,18 @@ def plan(metadata: AttentionMetadata) -> PagePlan:
     return plan_pages(metadata, out)
 
 
+def expand(metadata: AttentionMetadata, pages: PagePlan) -> torch.Tensor:
+    indices = torch.full((pages.num_pages,), -1, dtype=torch.int32)
+    ranks = torch.arange(pages.num_pages, dtype=torch.int32)
+    expand_pages(metadata.block_tables, torch.from_numpy(pages.packed), ranks, indices)
+    return indices
+
+
 @settings(max_examples=300, deadline=None)
 @given(steps())
 def test_both_parts_equal_the_naive_lists(metadata: AttentionMetadata) -> None:
     pages = plan(metadata)
-    indptr = torch.from_numpy(pages.packed[: metadata.num_seqs + 1])
-    indices = torch.full((pages.num_pages,), -1, dtype=torch.int32)
-    expand_pages(metadata.block_tables, indptr, indices)
+    indices = expand(metadata, pages)
     rows = np.diff(metadata.cu_seqlens_q_cpu).tolist()
     contexts, tables = metadata.context_lens_cpu.tolist(), metadata.block_tables_cpu.tolist()
     split, first_page = metadata.num_decodes, 0
@@ -119,7 +124,7 @@ def test_everything_is_int32_and_lies_in_the_memory_given(metadata: AttentionMet
     num_seqs, split = metadata.num_seqs, metadata.num_decodes
     assert pages.packed[: split + 1].tolist() == pages.decode.kv_indptr.tolist()
     last_page_len = [*pages.decode.last_page_len, *pages.prefill.last_page_len]
-    assert pages.packed[num_seqs + 1 :].tolist() == last_page_len
+    assert pages.packed[num_seqs + 1 : 2 * num_seqs + 1].tolist() == last_page_len
 
 
 @pytest.mark.parametrize(
@@ -140,7 +145,7 @@ def test_no_loop_over_sequences_or_blocks() -> None:
     assert not [node for node in ast.walk(tree) if isinstance(node, loops)]
 
 
-def test_tables_wider_than_needed_and_strided_outputs_of_other_steps_do_not_matter(
+def test_tables_wider_than_needed_and_what_the_memory_held_do_not_matter(
     make_metadata: Callable[..., AttentionMetadata],
 ) -> None:
     metadata = make_metadata(
@@ -148,8 +153,6 @@ def test_tables_wider_than_needed_and_strided_outputs_of_other_steps_do_not_matt
     )
     out = np.full(200, 99, dtype=np.int32)
     pages = plan_pages(metadata, out)
-    indices = torch.zeros(pages.num_pages, dtype=torch.int32)
-    expand_pages(metadata.block_tables, torch.from_numpy(pages.packed[:3]), indices)
-    assert indices.tolist() == [5, 9, 3, 8, 2]
+    assert expand(metadata, pages).tolist() == [5, 9, 3, 8, 2]
     assert pages.prefill.kv_indptr.tolist() == [0, 3]
     assert pages.prefill.last_page_len.tolist() == [8]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import logging
 import subprocess
 import sys
@@ -112,6 +113,14 @@ def test_rejected_backends_maps_names_to_all_reasons(
         "unavailable": ["its package is missing", "head size 16 is too small"]
     }
     assert set(rejected_backends(make_spec(dtype=torch.int8))) == {"unavailable", "torch"}
+
+
+def test_capped_scores_are_refused_by_backends_that_can_not_cap(
+    make_spec: Callable[..., AttentionSpec],
+) -> None:
+    spec = dataclasses.replace(make_spec(dtype=torch.float32), soft_cap=30.0)
+    rejected = rejected_backends(spec)
+    assert rejected["native"] == rejected["torch"] == ["scores can't be capped"]
 
 
 def test_auto_warns_once_of_what_is_lost_when_a_cpu_kernel_can_not_be_built(

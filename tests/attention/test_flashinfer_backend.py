@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from attention import AttentionMetadata, AttentionPlan, AttentionSpec
 from attention.flashinfer_backend import FlashInferBackend, FlashInferOptions
 from attention.flashinfer_library import FlashInferLibrary
 from attention.flashinfer_workspace import float_workspace_bytes, schedule_workspace_bytes
+from attention.pinned_ring import PinnedRing
 from tests.attention.flashinfer_double import make_backend_class, make_double
 from tests.attention.flashinfer_schedule import NUM_SMS, Shape, make_schedule
 
@@ -278,6 +279,43 @@ def test_workspaces_hold_what_any_step_within_the_limits_reserves(
         assert schedule.int_bytes <= int_bytes
         largest = max(largest, schedule.float_bytes)
     assert float_bytes < 2 * largest + (64 << 20), "far more than any step reserves"
+
+
+class CountingEvent:
+    """Counts the records and waits of all events of a test."""
+
+    counts: ClassVar[dict[str, int]] = {}
+
+    def record(self) -> None:
+        self.counts["record"] += 1
+
+    def synchronize(self) -> None:
+        self.counts["wait"] += 1
+
+
+def test_plans_take_turns_in_host_memory_and_wait_for_its_copies(
+    make_spec: MakeSpec, make_step: MakeStep
+) -> None:
+    CountingEvent.counts = {"record": 0, "wait": 0}
+    spec = make_spec(windows=(None, 7))
+    ring = PinnedRing(0, spec.device, depth=3, make_event=CountingEvent)
+    backend = OnDouble(spec, ring=ring)
+    step = make_step(spec, [(1, 40), (9, 20)], num_decodes=1)
+    captured = backend.capturable_plan(make_step(spec, [(1, 40)], num_decodes=1).metadata)
+    CountingEvent.counts.update(record=0, wait=0)
+    turns = []
+    for _ in range(4):
+        launches = itertools.chain(*backend.plan(step.metadata).layers)
+        wrappers = [launch.wrapper for launch in launches]
+        turns.append([w._pin_memory_int_workspace_buffer.data_ptr() for w in wrappers])
+    assert CountingEvent.counts == {"record": 4, "wait": 4}
+    assert turns[3] == turns[0]
+    assert len(set().union(*turns)) == 3 * 4, "a launch shares its staging memory with no other"
+    schedules = {wrapper._int_workspace_buffer.data_ptr() for wrapper in wrappers}
+    assert len(schedules) == 4
+    assert len({wrapper._float_workspace_buffer.data_ptr() for wrapper in wrappers}) == 1
+    graphs = [launch.wrapper for launches in captured.plan.layers for launch in launches]
+    assert {wrapper._int_workspace_buffer.data_ptr() for wrapper in graphs} <= schedules
 
 
 def test_the_largest_step_right_after_start_finds_its_workspace(

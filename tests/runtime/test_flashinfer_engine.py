@@ -12,9 +12,13 @@ PROMPTS = [[(11 * i + j) % 250 for j in range(n)] for i, n in enumerate((1, 7, 1
 SIZES = "1,2,4,8,16,32"
 
 
-@pytest.fixture(params=["0.6.18", "0.7.4"])
-def on_double(request, monkeypatch):
-    backend = make_backend_class(make_double(request.param))
+@pytest.fixture
+def on_double(monkeypatch):
+    use_double(monkeypatch, "0.7.4")
+
+
+def use_double(monkeypatch, version):
+    backend = make_backend_class(make_double(version))
     monkeypatch.setitem(selection._LOADERS, "flashinfer", lambda: backend)
 
 
@@ -55,8 +59,9 @@ def test_every_graph_mode_gives_the_tokens_of_the_reference_backend(checkpoint, 
     assert "changed plan" not in stats["falls"]
 
 
-@pytest.mark.usefixtures("on_double")
-def test_tokens_stay_the_same_while_sequences_are_preempted(checkpoint):
+@pytest.mark.parametrize("version", ["0.6.18", "0.7.4"])
+def test_tokens_stay_the_same_while_sequences_are_preempted(checkpoint, monkeypatch, version):
+    use_double(monkeypatch, version)
     path = checkpoint("qwen3")
     expected, _ = run(path, attention_backend="torch")
     options = {"graph_mode": "full_and_piecewise", "capture_sizes": SIZES, "num_kv_blocks": 10}

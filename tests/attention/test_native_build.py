@@ -47,8 +47,8 @@ def small_sources(tmp_path: Path) -> Path:
 def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache directory, and no library loaded from another one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    unmemoized = native_build.load_library.__wrapped__
-    monkeypatch.setattr("attention.native_backend.load_library", unmemoized)
+    unmemoized = native_build.usable_library.__wrapped__
+    monkeypatch.setattr("attention.native_backend.usable_library", unmemoized)
     return tmp_path / "cache"
 
 
@@ -92,8 +92,8 @@ def test_another_version_of_the_compiler_builds_another_file(
 
 def test_processes_that_build_at_once_all_get_the_library(tmp_path: Path) -> None:
     program = (
-        "from pathlib import Path; from attention.native_build import load_library\n"
-        f"load_library('generic', Path({str(tmp_path)!r}))"
+        "from pathlib import Path; from attention.native_build import usable_library\n"
+        f"usable_library('generic', Path({str(tmp_path)!r}))"
     )
     processes = [
         subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env={**os.environ})

@@ -49,7 +49,6 @@ class CapturableFlashAttnPlan:
 
     def __init__(self, metadata: AttentionMetadata) -> None:
         longest = metadata.block_tables.shape[1] * metadata.block_size
-        self._metadata = metadata
         self.plan = FlashAttnPlan(
             slot_mapping=metadata.slot_mapping,
             groups=(
@@ -69,7 +68,7 @@ class CapturableFlashAttnPlan:
     def refresh(self, metadata: AttentionMetadata) -> bool:
         """Nothing to do: the tensors are the captured ones, refilled, and no launch differs."""
         for name in ("cu_seqlens_q", "cu_seqlens_k", "context_lens", "block_tables"):
-            tensor, captured = getattr(metadata, name), getattr(self._metadata, name)
+            tensor, captured = getattr(metadata, name), getattr(self.plan.groups[0], name)
             assert tensor.data_ptr() == captured.data_ptr(), f"{name} has moved since the capture"
         return True
 

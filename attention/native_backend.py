@@ -43,7 +43,7 @@ class NativeBackend(AttentionBackend):
         self, spec: AttentionSpec, *, cache_dir: Path | None = None, level: str | None = None
     ) -> None:
         super().__init__(spec, cache_dir=cache_dir)
-        self._library = usable_library(level or usable_levels()[0], cache_dir)
+        self.library = usable_library(level or usable_levels()[0], cache_dir)
         self._windows = [0 if window is None else window for window in spec.windows]
 
     @classmethod
@@ -101,7 +101,7 @@ class NativeBackend(AttentionBackend):
             plan.layers[layer],
             self.spec.scale,
             self._windows[layer],
-            self._library,
+            self.library,
         )
         return result
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention import AttentionSpec, native_build
+from attention import AttentionSpec, native_build, select_backend
 from attention.native_backend import NativeBackend
 from attention.native_build import NativeBuildError, build_library, find_compiler, usable_levels
 
@@ -101,6 +101,17 @@ def test_processes_that_build_at_once_all_get_the_library(tmp_path: Path) -> Non
     ]
     assert [process.wait(timeout=120) for process in processes] == [0, 0]
     assert len(list((tmp_path / "native").iterdir())) == 1
+
+
+def test_a_backend_keeps_its_library_in_the_directory_given(
+    tmp_path: Path, fresh_cache: Path
+) -> None:
+    given = tmp_path / "given"
+    assert NativeBackend.unsupported_reasons(SPEC, cache_dir=given) == []
+    backend = select_backend("native", SPEC, cache_dir=given)
+    (library,) = (given / "native").iterdir()
+    assert not fresh_cache.exists()
+    assert native_build.load_library(str(library)) is native_build.load_library(backend.library)
 
 
 @pytest.mark.usefixtures("fresh_cache")

@@ -74,7 +74,6 @@ class VllmEngine:
                 temperature=request["temperature"],
                 max_tokens=request["max_tokens"],
                 ignore_eos=request["ignore_eos"],
-                seed=index,
                 detokenize=False,
                 output_kind=RequestOutputKind.DELTA,
             ),

@@ -108,7 +108,8 @@ class FlashAttnBackend(AttentionBackend):
             reasons.append(f"head_dim {spec.head_dim} is not a multiple of 8 up to {_MAX_HEAD_DIM}")
         if spec.block_size % cls.block_size_multiple:
             reasons.append(
-                f"block_size {spec.block_size} is not a multiple of {cls.block_size_multiple}"
+                f"block_size {spec.block_size} is not a multiple of {cls.block_size_multiple} "
+                "(left open, it becomes one where this backend is asked for)"
             )
         if not spec.scale > 0:
             reasons.append(f"scale {spec.scale} is not positive")

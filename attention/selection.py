@@ -85,10 +85,10 @@ def preferred_block_size(
     # Once the rest takes the default, which of them can run doesn't matter.
     while any(spec.block_size % block_size_multiple(candidate) for candidate in names):
         candidate = names.pop(0)
-        size = max(spec.block_size, block_size_multiple(candidate))
+        backend = _backend_class(candidate)
+        size = max(spec.block_size, backend.block_size_multiple)
         fitting = dataclasses.replace(spec, block_size=size)
-        reasons = _backend_class(candidate).unsupported_reasons(fitting, cache_dir=cache_dir)
-        if name == candidate or not reasons:
+        if name == candidate or not backend.unsupported_reasons(fitting, cache_dir=cache_dir):
             why = "the default" if fitting == spec else f"what attention backend {candidate} needs"
             return size, why
     return spec.block_size, "the default"

@@ -103,15 +103,17 @@ def test_processes_that_build_at_once_all_get_the_library(tmp_path: Path) -> Non
     assert len(list((tmp_path / "native").iterdir())) == 1
 
 
-def test_a_backend_keeps_its_library_in_the_directory_given(
-    tmp_path: Path, fresh_cache: Path
+def test_a_backend_takes_its_library_from_the_directory_given_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = tmp_path / "given"
-    assert NativeBackend.unsupported_reasons(SPEC, cache_dir=given) == []
+    (given / "native").mkdir(parents=True)
+    library = shutil.copy(build_library(usable_levels()[0]), given / "native")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     backend = select_backend("native", SPEC, cache_dir=given)
-    (library,) = (given / "native").iterdir()
-    assert not fresh_cache.exists()
-    assert native_build.load_library(str(library)) is native_build.load_library(backend.library)
+    assert isinstance(backend, NativeBackend)
+    assert backend.library == str(library)
+    assert [path.name for path in tmp_path.iterdir()] == ["given"]
 
 
 @pytest.mark.usefixtures("fresh_cache")

@@ -28,7 +28,7 @@ MakeStep = Callable[..., Any]
 BLOCK_SIZE = 256
 DTYPES = (torch.float16, torch.bfloat16)
 FORMS = ("package", "torch")
-SNAPSHOT = Path(__file__).parent / "flash_attn_signature.json"
+SNAPSHOT = Path(__file__).parents[1] / "data" / "flash_attn_signature.json"
 REAL_VARLEN = varlen.varlen_attn
 
 on_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is present")

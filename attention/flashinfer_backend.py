@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, get_args
 
 import numpy as np
@@ -70,6 +71,7 @@ class FlashInferBackend(AttentionBackend):
 
     Args:
         spec: what to attend.
+        cache_dir: not used; FlashInfer keeps its kernels where FLASHINFER_WORKSPACE_BASE says.
         options: see there.
         ring: host buffers, in place of those that suit the device.
     """
@@ -86,10 +88,11 @@ class FlashInferBackend(AttentionBackend):
         self,
         spec: AttentionSpec,
         *,
+        cache_dir: Path | None = None,
         options: FlashInferOptions | None = None,
         ring: PinnedRing | None = None,
     ) -> None:
-        super().__init__(spec)
+        super().__init__(spec, cache_dir=cache_dir)
         options = options or FlashInferOptions()
         library = FlashInferLibrary.of(self.library or load_flashinfer())
         fast_plan = library.fast_decode_plan()
@@ -124,7 +127,9 @@ class FlashInferBackend(AttentionBackend):
         self._load_kernels()
 
     @classmethod
-    def unsupported_reasons(cls, spec: AttentionSpec) -> list[str]:
+    def unsupported_reasons(
+        cls, spec: AttentionSpec, *, cache_dir: Path | None = None
+    ) -> list[str]:
         """Other devices, dtypes and head sizes are refused, and packages of other versions.
 
         The package is imported, which takes seconds, only where all else is right.

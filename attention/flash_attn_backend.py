@@ -95,13 +95,7 @@ class FlashAttnBackend(AttentionBackend):
         cls, spec: AttentionSpec, *, cache_dir: Path | None = None
     ) -> list[str]:
         """What the kernels don't take, older GPUs, and a missing kernel."""
-        reasons = []
-        if spec.device.type != "cuda":
-            reasons.append(f"device {spec.device} is not a CUDA device")
-        elif torch.cuda.is_available():
-            capability = torch.cuda.get_device_capability(spec.device)
-            if capability < _MIN_CAPABILITY:
-                reasons.append(f"compute capability {capability} is below {_MIN_CAPABILITY}")
+        reasons = _device_reasons(spec.device)
         if spec.dtype not in _DTYPES:
             reasons.append(f"dtype {spec.dtype} is none of {', '.join(map(str, _DTYPES))}")
         if spec.head_dim % 8 or spec.head_dim > _MAX_HEAD_DIM:
@@ -113,6 +107,8 @@ class FlashAttnBackend(AttentionBackend):
             )
         if not spec.scale > 0:
             reasons.append(f"scale {spec.scale} is not positive")
+        if spec.soft_cap is not None:
+            reasons.append("scores can't be capped")
         if not reasons:
             try:
                 find_kernel()
@@ -169,6 +165,16 @@ class FlashAttnBackend(AttentionBackend):
             if num_padded:
                 parts.append(query.new_zeros((num_padded, *query.shape[1:])))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _device_reasons(device: torch.device) -> list[str]:
+    if device.type != "cuda":
+        return [f"device {device} is not a CUDA device"]
+    if torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability(device)
+        if capability < _MIN_CAPABILITY:
+            return [f"compute capability {capability} is below {_MIN_CAPABILITY}"]
+    return []
 
 
 def _group(metadata: AttentionMetadata, first: int, last: int) -> SequenceGroup:

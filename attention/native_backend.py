@@ -61,6 +61,8 @@ class NativeBackend(AttentionBackend):
             reasons.append(f"dtype {spec.dtype} is none of {', '.join(map(str, _DTYPES))}")
         if not spec.scale > 0:
             reasons.append(f"scale {spec.scale} is not positive")
+        if spec.soft_cap is not None:
+            reasons.append("scores can't be capped")
         if not reasons:
             try:
                 usable_library(usable_levels()[0], cache_dir)

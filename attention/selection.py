@@ -13,6 +13,12 @@ from .metadata import AttentionSpec
 logger = logging.getLogger("stepgraph.attention")
 
 
+def _load_flashinfer() -> type[AttentionBackend]:
+    from .flashinfer_backend import FlashInferBackend
+
+    return FlashInferBackend
+
+
 def _load_flash_attn() -> type[AttentionBackend]:
     from .flash_attn_backend import FlashAttnBackend
 
@@ -34,12 +40,14 @@ def _load_torch() -> type[AttentionBackend]:
 # In the order of preference. A loader imports its backend's module only when it is asked, and
 # that module imports its vendor's package only when it is used.
 _LOADERS: dict[str, Callable[[], type[AttentionBackend]]] = {
+    "flashinfer": _load_flashinfer,
     "flash_attn": _load_flash_attn,
     "native": _load_native,
     "torch": _load_torch,
 }
 # What is lost when one that was made for a type of device can't run on it.
 _LOSSES: dict[str, tuple[str, str]] = {
+    "flashinfer": ("cuda", "attention on this GPU may take longer"),
     "native": ("cpu", "attention on this CPU will take several times as long"),
 }
 

@@ -39,10 +39,13 @@ class TorchBackend(AttentionBackend):
     def unsupported_reasons(
         cls, spec: AttentionSpec, *, cache_dir: Path | None = None
     ) -> list[str]:
-        """Only a dtype that isn't a usual floating type is refused."""
-        if spec.dtype in _DTYPES:
-            return []
-        return [f"dtype {spec.dtype} is none of {', '.join(map(str, _DTYPES))}"]
+        """A dtype that isn't a usual floating type is refused, and capped scores."""
+        reasons = []
+        if spec.dtype not in _DTYPES:
+            reasons.append(f"dtype {spec.dtype} is none of {', '.join(map(str, _DTYPES))}")
+        if spec.soft_cap is not None:
+            reasons.append("scores can't be capped")
+        return reasons
 
     def plan(self, metadata: AttentionMetadata) -> TorchPlan:
         """Make the index tensors and masks that all layers of the step use."""

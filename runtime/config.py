@@ -92,8 +92,8 @@ class EngineConfig:
     """Longest gap that decoding sequences should see between two tokens, in milliseconds: prompts
     get what fits beside the decodes in steps of that length. None: what the budget leaves."""
     attention_backend: str | None = None
-    """"flash_attn" on CUDA, "native" on a CPU, "torch", or "auto": the first that can run; None:
-    STEPGRAPH_ATTENTION, else "auto"."""
+    """"flashinfer" or "flash_attn" on CUDA, "native" on a CPU, "torch", or "auto": the first that
+    can run; None: STEPGRAPH_ATTENTION, else "auto"."""
     seed: int = 0
     """Of the seeds given to requests that have none, and of dummy weights."""
     nvtx: bool | None = None

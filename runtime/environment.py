@@ -69,8 +69,8 @@ _LEVELS = ("debug", "info", "warning", "error")
 VARIABLES: tuple[Variable, ...] = (
     Variable(
         name="STEPGRAPH_ATTENTION",
-        parse=_choice("auto", "flash_attn", "native", "torch"),
-        allowed="auto | flash_attn | native | torch",
+        parse=_choice("auto", "flashinfer", "flash_attn", "native", "torch"),
+        allowed="auto | flashinfer | flash_attn | native | torch",
         default="auto",
         help="attention backend",
     ),

@@ -89,6 +89,8 @@ class ResolvedConfig:
             block_size=self.block_size,
             windows=decoder.windows,
             scale=decoder.head_dim**-0.5,
+            max_num_seqs=self.max_num_seqs,
+            max_num_tokens=self.max_num_batched_tokens,
         )
 
     def describe(self) -> str:

@@ -89,10 +89,12 @@ class Step:
             value=self.value.to(device),
         )
 
-    def assert_right(self, result: torch.Tensor, layer: int = 0) -> None:
+    def assert_right(
+        self, result: torch.Tensor, layer: int = 0, *, tolerance: float | None = None
+    ) -> None:
         """Compare with the naive result from what the cache holds after the run."""
         assert result.dtype == self.spec.dtype
-        assert_close(result.cpu(), self._expected(layer))
+        assert_close(result.cpu(), self._expected(layer), tolerance)
 
     def _expected(self, layer: int) -> torch.Tensor:
         """Padded rows are zero."""
@@ -147,9 +149,11 @@ def naive_attention(
     return out
 
 
-def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Compare within the tolerance of actual's dtype; see TOLERANCES."""
-    tolerance = TOLERANCES[actual.dtype]
+def assert_close(
+    actual: torch.Tensor, expected: torch.Tensor, tolerance: float | None = None
+) -> None:
+    """Compare within a tolerance, by default that of actual's dtype; see TOLERANCES."""
+    tolerance = tolerance or TOLERANCES[actual.dtype]
     torch.testing.assert_close(actual.double(), expected.double(), rtol=0, atol=tolerance)
 
 

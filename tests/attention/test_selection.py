@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import logging
 import subprocess
 import sys
@@ -50,7 +51,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones(
     make_spec: Callable[..., AttentionSpec],
 ) -> None:
     with pytest.raises(
-        ValueError, match=r"unknown attention backend 'torhc'; .*auto, flash_attn, native, torch"
+        ValueError, match=r"unknown .* 'torhc'; .*auto, flashinfer, flash_attn, native, torch"
     ):
         select_backend("torhc", make_spec())
 
@@ -117,6 +118,15 @@ def test_rejected_backends_maps_names_to_all_reasons(
         "unavailable": ["its package is missing", "head size 16 is too small"]
     }
     assert set(rejected_backends(make_spec(dtype=torch.int8))) == {"unavailable", "torch"}
+
+
+def test_capped_scores_are_refused_by_backends_that_can_not_cap(
+    make_spec: Callable[..., AttentionSpec],
+) -> None:
+    spec = dataclasses.replace(make_spec(dtype=torch.float32), soft_cap=30.0)
+    rejected = rejected_backends(spec)
+    assert rejected["native"] == rejected["torch"] == ["scores can't be capped"]
+    assert "scores can't be capped" in rejected["flash_attn"]
 
 
 class PagedBackend(TorchBackend):

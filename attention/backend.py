@@ -56,6 +56,7 @@ class AttentionBackend(ABC):
         value: torch.Tensor,
         cache: PagedKVCache,
         plan: AttentionPlan,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write the step's keys and values into the cache, then attend.
 
@@ -69,9 +70,12 @@ class AttentionBackend(ABC):
             value: like key.
             cache: changed in place.
             plan: what this backend's plan() returned for the step.
+            out: where to put the result: contiguous, of query's shape and dtype, and no part of
+                it query, key or value. None: new memory.
 
         Returns:
-            [num_tokens, num_heads, head_dim], contiguous. Padded rows are finite.
+            [num_tokens, num_heads, head_dim], contiguous; `out` itself if it was given. Padded
+            rows are finite.
         """
 
 
@@ -94,7 +98,12 @@ class BoundAttention:
     cache: PagedKVCache
 
     def __call__(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run the backend on one layer; see AttentionBackend.run."""
-        return self.backend.run(layer, query, key, value, self.cache, self.plan)
+        return self.backend.run(layer, query, key, value, self.cache, self.plan, out)

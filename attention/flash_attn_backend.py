@@ -141,6 +141,7 @@ class FlashAttnBackend(AttentionBackend):
         value: torch.Tensor,
         cache: PagedKVCache,
         plan: AttentionPlan,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write, then attend; padded rows give zeros. See AttentionBackend.run."""
         assert isinstance(plan, FlashAttnPlan), "the plan is another backend's"
@@ -164,6 +165,8 @@ class FlashAttnBackend(AttentionBackend):
             num_padded = query.shape[0] - sum(part.shape[0] for part in parts)
             if num_padded:
                 parts.append(query.new_zeros((num_padded, *query.shape[1:])))
+            if out is not None:
+                return torch.cat(parts, out=out)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

@@ -177,13 +177,15 @@ class FlashInferBackend(AttentionBackend):
         value: torch.Tensor,
         cache: PagedKVCache,
         plan: AttentionPlan,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write, then attend; padded rows give zeros. See AttentionBackend.run."""
         assert isinstance(plan, FlashInferPlan), "the plan is another backend's"
         assert plan.number in (None, self._workspace.num_plans), "another step was planned since"
         keys, values = cache.keys[layer], cache.values[layer]
         write_kv(key, value, keys, values, plan.slot_mapping)
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        if out is None:
+            out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for launch in plan.layers[layer]:
             launch.run(query, key, value, (keys, values), out)
         for rows in plan.idle_rows:

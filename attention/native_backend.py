@@ -1,28 +1,28 @@
 """Attention on the CPU with a compiled kernel that reads pages in place.
 
 The kernel is one registered operator, stepgraph::native_attention, so that it can live in
-compiled layers and graphs. Its sources are in csrc/.
+compiled layers and graphs; its overload `out` writes into memory that is given. It reads nothing
+but its arguments, so a captured call sees what the buffers hold by then. Sources are in csrc/.
 """
 
 from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from .backend import AttentionBackend, AttentionPlan
 from .metadata import AttentionMetadata, AttentionSpec
 from .native_build import NativeBuildError, load_library, usable_levels, usable_library
-from .native_plan import NativePlan, make_plan
+from .native_plan import CapturableNativePlan, NativePlan, make_plan
 from .paged_kv_cache import PagedKVCache
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_SCHEMA = (
-    "native_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, "
-    "Tensor(b!) values, Tensor slot_mapping, Tensor block_tables, Tensor work, float scale, "
-    "int window, str library) -> Tensor"
+_ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, "
+    "Tensor slot_mapping, Tensor block_tables, Tensor work, float scale, int window, str library"
 )
 _NUM_CALL_WORDS = 25
 _PackedCall = ctypes.c_int64 * _NUM_CALL_WORDS
@@ -78,6 +78,14 @@ class NativeBackend(AttentionBackend):
         )
         return make_plan(self.spec, metadata, torch.get_num_threads())
 
+    def capturable_plan(self, metadata: AttentionMetadata) -> CapturableNativePlan:
+        """A plan of decode steps that a full graph can hold; metadata is the first one's.
+
+        It keeps metadata's tensors, which hold each step's slots and block tables, and has work
+        lists of its own that each step overwrites.
+        """
+        return CapturableNativePlan(self.spec, metadata, torch.get_num_threads())
+
     def run(
         self,
         layer: int,
@@ -86,29 +94,33 @@ class NativeBackend(AttentionBackend):
         value: torch.Tensor,
         cache: PagedKVCache,
         plan: AttentionPlan,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write, then attend; padded rows give zeros. See AttentionBackend.run.
 
         Raises IndexError for a slot or a block outside the cache.
         """
         assert isinstance(plan, NativePlan), "the plan is another backend's"
-        result: torch.Tensor = _operator(
-            query,
-            key,
-            value,
-            cache.keys[layer],
-            cache.values[layer],
-            plan.slot_mapping,
-            plan.block_tables,
-            plan.layers[layer],
-            self.spec.scale,
-            self._windows[layer],
-            self.library,
+        args = (
+            *(query, key, value, cache.keys[layer], cache.values[layer]),
+            *(plan.slot_mapping, plan.block_tables, plan.layers[layer]),
+            *(self.spec.scale, self._windows[layer], self.library),
         )
-        return result
+        if out is None:
+            result: torch.Tensor = _operator(*args)
+            return result
+        _out_operator(*args, out=out)
+        return out
 
 
-def _native_attention(  # noqa: PLR0913 - an operator's arguments are flat
+def _native_attention(query: torch.Tensor, *args: Any) -> torch.Tensor:
+    """As `_native_attention_out`, into new memory."""
+    out = torch.empty(query.shape, dtype=query.dtype)
+    _native_attention_out(query, *args, out=out)
+    return out
+
+
+def _native_attention_out(  # noqa: PLR0913 - an operator's arguments are flat
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -120,7 +132,9 @@ def _native_attention(  # noqa: PLR0913 - an operator's arguments are flat
     scale: float,
     window: int,
     library: str,
-) -> torch.Tensor:
+    *,
+    out: torch.Tensor,
+) -> None:
     """Write key and value into one layer's pages, then attend; the operator's kernel.
 
     Args:
@@ -135,16 +149,14 @@ def _native_attention(  # noqa: PLR0913 - an operator's arguments are flat
         scale: what scores are multiplied by.
         window: keys that a query sees, itself included; 0 for all.
         library: path of the built library to use.
-
-    Returns:
-        [num_tokens, num_heads, head_dim], contiguous.
+        out: [num_tokens, num_heads, head_dim], contiguous, of query's dtype.
     """
     query, key, value = (_rows_contiguous(tensor) for tensor in (query, key, value))
     num_tokens, num_heads, head_dim = query.shape
     num_blocks, block_size, num_kv_heads, _ = keys.shape
     assert keys.is_contiguous() and values.is_contiguous() and work.is_contiguous()
     assert key.dtype == value.dtype == keys.dtype == values.dtype == query.dtype
-    out = torch.empty((num_tokens, num_heads, head_dim), dtype=query.dtype)
+    assert out.is_contiguous() and (out.shape, out.dtype) == (query.shape, query.dtype)
     # In the order of Call in csrc/call.h.
     packed = _PackedCall(
         query.data_ptr(),
@@ -175,31 +187,30 @@ def _native_attention(  # noqa: PLR0913 - an operator's arguments are flat
     if status:
         what = ("slot", "block")[status - 1]
         raise IndexError(f"{what} {bad.value} is outside the cache of {num_blocks} blocks")
-    return out
 
 
 def _rows_contiguous(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _native_attention_fake(  # noqa: PLR0913 - as above
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    block_tables: torch.Tensor,
-    work: torch.Tensor,
-    scale: float,
-    window: int,
-    library: str,
-) -> torch.Tensor:
+def _native_attention_fake(query: torch.Tensor, *args: Any) -> torch.Tensor:
     return query.new_empty(query.shape)
 
 
+def _native_attention_out_fake(*args: Any, out: torch.Tensor) -> None:
+    pass
+
+
 _library = torch.library.Library("stepgraph", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(_SCHEMA)  # type: ignore[no-untyped-call]
+_library.define(f"native_attention({_ARGUMENTS}) -> Tensor")  # type: ignore[no-untyped-call]
 _library.impl("native_attention", _native_attention, "CPU")  # type: ignore[no-untyped-call]
 torch.library.register_fake("stepgraph::native_attention", _native_attention_fake, lib=_library)
+# It returns nothing: a result that is an argument too could not be functionalized.
+_OUT_SCHEMA = f"native_attention.out({_ARGUMENTS}, *, Tensor(c!) out) -> ()"
+_library.define(_OUT_SCHEMA)  # type: ignore[no-untyped-call]
+_library.impl("native_attention.out", _native_attention_out, "CPU")  # type: ignore[no-untyped-call]
+torch.library.register_fake(
+    "stepgraph::native_attention.out", _native_attention_out_fake, lib=_library
+)
 _operator = torch.ops.stepgraph.native_attention.default
+_out_operator = torch.ops.stepgraph.native_attention.out

@@ -63,6 +63,7 @@ class TorchBackend(AttentionBackend):
         value: torch.Tensor,
         cache: PagedKVCache,
         plan: AttentionPlan,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write, then attend; padded rows give zeros. See AttentionBackend.run."""
         assert isinstance(plan, TorchPlan), "the plan is another backend's"
@@ -70,8 +71,10 @@ class TorchBackend(AttentionBackend):
         write_kv(key, value, keys, values, plan.slot_mapping)
         keys, values = keys.flatten(0, 1), values.flatten(0, 1)
         if plan.singles_are_the_batch:
-            return self._attend_singles(query, keys, values, plan, layer)
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+            attended = self._attend_singles(query, keys, values, plan, layer)
+            return attended if out is None else out.copy_(attended)
+        if out is None:
+            out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if plan.single_rows is not None:
             rows = query.index_select(0, plan.single_rows)
             attended = self._attend_singles(rows, keys, values, plan, layer)

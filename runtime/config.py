@@ -83,9 +83,13 @@ class EngineConfig:
     segments around attention; "full_and_piecewise". None: STEPGRAPH_GRAPH_MODE, else
     "full_and_piecewise" on CUDA and "none" on a CPU, where graphs are emulated for tests."""
     capture_sizes: str | Sequence[int] | None = None
-    """Sizes that steps are padded to, as numbers or as text like "1,2,4,8-64:8,128": of decode
-    steps in sequences, of others in tokens. None: STEPGRAPH_CAPTURE_SIZES, else what suits the
-    limits and the model where graphs are captured, and no padding where none are."""
+    """Sizes that graphs are captured at and steps padded to, as numbers or as text like
+    "1,2,4,8-64:8,128": of decode steps in sequences, of others in tokens. Without graphs nothing
+    is padded. None: STEPGRAPH_CAPTURE_SIZES, else what suits the limits and the model."""
+    lazy_capture: bool | None = None
+    """Capture each size when a step first takes it, in place of all of them at the start, save
+    the largest of each kind. Starts sooner; those steps take longer. None:
+    STEPGRAPH_LAZY_CAPTURE, else off."""
     bucket_fitting: bool = False
     """Shorten the last chunk of a step to a captured size where that saves time."""
     itl_target_ms: float | None = None
@@ -116,9 +120,10 @@ class EngineConfig:
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization={share!r} is not above 0 and at most 1")
         self._check_step_size_options()
-        for name in ("enable_prefix_caching", "bucket_fitting", "nvtx"):
+        for name in ("enable_prefix_caching", "bucket_fitting", "lazy_capture", "nvtx"):
             value = getattr(self, name)
-            if not isinstance(value, bool) and not (name == "nvtx" and value is None):
+            may_be_open = name in ("lazy_capture", "nvtx")
+            if not isinstance(value, bool) and not (may_be_open and value is None):
                 raise ConfigError(f"{name}={value!r} is not True or False")
 
     def _check_step_size_options(self) -> None:
@@ -182,17 +187,14 @@ class EngineConfig:
         num_seqs = self._resolve_num_seqs(budget, reasons)
         dtype = self._resolve_dtype(decoder, stored_dtype, reasons)
         graph_mode = self._resolve_graph_mode(device, env, reasons)
-        ladders = self._explicit_ladders(num_seqs, budget, env, reasons)
-        if ladders is None and graph_mode != "none":
-            reasons["ladders"] = "chosen by the limits and the model's shape"
+        ladders = None
+        if graph_mode != "none":
             cost = estimated_cost(decoder, bytes_per_value=dtype.itemsize, device_type=device.type)
-            ladders = CaptureLadders.default(
-                max_num_seqs=num_seqs, max_num_batched_tokens=budget, ridge=cost.ridge
-            )
-        if ladders is None and self.bucket_fitting:
+            ladders = self._resolve_ladders(graph_mode, num_seqs, budget, cost.ridge, env, reasons)
+        if self.bucket_fitting and (ladders is None or ladders.mixed is None):
             raise ConfigError(
-                "bucket_fitting=True, but no sizes are captured that steps could be fitted to; "
-                "give capture_sizes or a graph_mode"
+                f"bucket_fitting=True, but under graph_mode={graph_mode!r} no sizes are captured "
+                f"that prompts could be fitted to; use 'piecewise' or 'full_and_piecewise'"
             )
         resolved = ResolvedConfig(
             model_path=path,
@@ -211,11 +213,12 @@ class EngineConfig:
             policy=self.policy,
             graph_mode=graph_mode,
             ladders=ladders,
+            lazy_capture=self._resolve_switch("lazy_capture", env, reasons),
             bucket_fitting=self.bucket_fitting,
             itl_target_ms=None if self.itl_target_ms is None else float(self.itl_target_ms),
             attention_backend=self.attention_backend or env.get("STEPGRAPH_ATTENTION", "auto"),
             seed=self.seed,
-            nvtx=env.get("STEPGRAPH_NVTX", False) if self.nvtx is None else self.nvtx,
+            nvtx=self._resolve_switch("nvtx", env, reasons),
             cache_dir=env.get("STEPGRAPH_CACHE_DIR", model_source.cache_directory()),
             reasons=reasons,
         )
@@ -309,6 +312,13 @@ class EngineConfig:
             )
         return self.block_size
 
+    def _resolve_switch(self, name: str, env: Mapping[str, Any], reasons: dict[str, str]) -> bool:
+        value, variable = getattr(self, name), f"STEPGRAPH_{name.upper()}"
+        if value is None and variable in env:
+            reasons[name] = variable
+            value = env[variable]
+        return bool(value)
+
     def _resolve_graph_mode(
         self, device: torch.device, env: Mapping[str, Any], reasons: dict[str, str]
     ) -> GraphMode:
@@ -320,17 +330,32 @@ class EngineConfig:
         reasons["graph_mode"] = f"the default on {device.type}"
         return "none" if device.type == "cpu" else "full_and_piecewise"
 
-    def _explicit_ladders(
-        self, num_seqs: int, budget: int, env: Mapping[str, Any], reasons: dict[str, str]
-    ) -> CaptureLadders | None:
+    def _resolve_ladders(
+        self,
+        graph_mode: GraphMode,
+        num_seqs: int,
+        budget: int,
+        ridge: int,
+        env: Mapping[str, Any],
+        reasons: dict[str, str],
+    ) -> CaptureLadders:
         sizes = self.capture_sizes
         if sizes is None and "STEPGRAPH_CAPTURE_SIZES" in env:
             reasons["ladders"] = "STEPGRAPH_CAPTURE_SIZES"
             sizes = env["STEPGRAPH_CAPTURE_SIZES"]
         if sizes is None:
-            return None
-        assert not isinstance(sizes, str), "parsed when the options were made"
-        return CaptureLadders.explicit(sizes, max_num_seqs=num_seqs, max_num_batched_tokens=budget)
+            reasons["ladders"] = "chosen by the limits and the model's shape"
+            ladders = CaptureLadders.default(
+                max_num_seqs=num_seqs, max_num_batched_tokens=budget, ridge=ridge
+            )
+        else:
+            assert not isinstance(sizes, str), "parsed when the options were made"
+            ladders = CaptureLadders.explicit(
+                sizes, max_num_seqs=num_seqs, max_num_batched_tokens=budget
+            )
+        if graph_mode == "full":
+            return ladders.without_piecewise_graphs()
+        return ladders.without_full_graphs() if graph_mode == "piecewise" else ladders
 
 
 _COUNTS = (

@@ -89,6 +89,13 @@ VARIABLES: tuple[Variable, ...] = (
         help="which steps run under captured graphs",
     ),
     Variable(
+        name="STEPGRAPH_LAZY_CAPTURE",
+        parse=_parse_switch,
+        allowed="0 | 1",
+        default="0",
+        help="capture each graph when a step first takes it, not all of them at the start",
+    ),
+    Variable(
         name="STEPGRAPH_MAX_NUM_BATCHED_TOKENS",
         parse=_parse_positive,
         allowed="a whole number from 1",

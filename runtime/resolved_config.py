@@ -57,7 +57,9 @@ class ResolvedConfig:
     graph_mode: GraphMode
     """Which steps run under captured graphs."""
     ladders: CaptureLadders | None
-    """Captured sizes of decode steps and of others; None: steps run at their own size."""
+    """Sizes to be captured, of full graphs and of piecewise ones; None: no graphs."""
+    lazy_capture: bool
+    """As in EngineConfig."""
     bucket_fitting: bool
     """As in EngineConfig."""
     itl_target_ms: float | None

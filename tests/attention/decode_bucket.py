@@ -11,17 +11,10 @@ from typing import Any
 
 import torch
 
-from attention import AttentionBackend, AttentionMetadata, PagedKVCache
+from attention import AttentionBackend, PagedKVCache
 from graphs import GraphOptions, GraphPool, GraphRunner, Launch
 
 NAN = float("nan")
-
-
-def to_device(metadata: AttentionMetadata, device: torch.device) -> AttentionMetadata:
-    """The metadata with its tensors on a device."""
-    names = ("cu_seqlens_q", "cu_seqlens_k", "slot_mapping", "context_lens", "block_tables")
-    moved = {name: getattr(metadata, name).to(device) for name in names}
-    return dataclasses.replace(metadata, **moved)
 
 
 def copy_of(cache: PagedKVCache, device: torch.device) -> PagedKVCache:
@@ -96,7 +89,7 @@ class DecodeBucket:
         device = self._spec.device
         zeros = torch.zeros(num_rows, dtype=torch.int64, device=device)
         launch = self.runner.dispatch(num_rows, num_rows, True)
-        prepared = self.runner.prepare(launch, zeros, zeros, to_device(step.metadata, device))
+        prepared = self.runner.prepare(launch, zeros, zeros, step.to(device).metadata)
         hidden = self.runner.run(prepared).cpu()
         after = copy_of(self.cache, torch.device("cpu"))
         done = dataclasses.replace(step, cache=after)

@@ -21,7 +21,7 @@ from attention import AttentionMetadata, AttentionSpec, PagedKVCache
 from attention.flashinfer_backend import FlashInferBackend, FlashInferOptions
 from graphs import Launch
 from tests.attention.conftest import GQA
-from tests.attention.decode_bucket import DecodeBucket, copy_of, to_device
+from tests.attention.decode_bucket import DecodeBucket
 
 MakeSpec = Callable[..., AttentionSpec]
 MakeStep = Callable[..., Any]
@@ -53,13 +53,11 @@ def make_backend(spec: AttentionSpec, **options: Any) -> FlashInferBackend:
 
 def run(step: Any, backend: FlashInferBackend) -> list[torch.Tensor]:
     """Run all layers on the device and compare each; their results."""
-    cache, metadata = copy_of(step.cache, DEVICE), to_device(step.metadata, DEVICE)
-    rows = [tensor.to(DEVICE) for tensor in (step.query, step.key, step.value)]
-    plan, results = backend.plan(metadata), []
+    moved, results = step.to(DEVICE), []
+    plan = backend.plan(moved.metadata)
     for layer in range(step.spec.num_layers):
-        result = backend.run(layer, *rows, cache, plan).cpu()
-        done = dataclasses.replace(step, cache=copy_of(cache, CPU))
-        done.assert_right(result, layer, tolerance=TOLERANCES[step.spec.dtype])
+        result = moved.run(layer, plan, backend).cpu()
+        moved.to(CPU).assert_right(result, layer, tolerance=TOLERANCES[step.spec.dtype])
         results.append(result)
     return results
 
@@ -191,13 +189,8 @@ def test_planning_far_ahead_of_the_device_equals_planning_in_step(
     ):
         tensor.copy_(given.nan_to_num(0.5))
     backend = make_backend(spec)
-    inputs = [
-        (
-            to_device(step.metadata, DEVICE),
-            [tensor.to(DEVICE) for tensor in (long.query, long.key, long.value)],
-        )
-        for step in (short, long)
-    ]
+    rows = [tensor.to(DEVICE) for tensor in (long.query, long.key, long.value)]
+    inputs = [step.to(DEVICE).metadata for step in (short, long)]
     width = long.metadata.block_tables.shape[1]
     tables = torch.zeros(4, width, dtype=torch.int32, device=DEVICE)
     contexts = torch.zeros(4, dtype=torch.int32, device=DEVICE)
@@ -206,12 +199,12 @@ def test_planning_far_ahead_of_the_device_equals_planning_in_step(
     if captured:
         plan = backend.capturable_plan(
             dataclasses.replace(
-                inputs[1][0], block_tables=tables, context_lens=contexts, slot_mapping=slots
+                inputs[1], block_tables=tables, context_lens=contexts, slot_mapping=slots
             )
         )
 
     def step(index: int, sync: bool) -> torch.Tensor:
-        metadata, rows = inputs[index]
+        metadata = inputs[index]
         if plan is None:
             planned = backend.plan(metadata)
         else:
@@ -249,21 +242,20 @@ def long_metadata(
     bounds = np.concatenate([[0], np.cumsum(rows)]).astype(np.int32)
     contexts = np.full(num_seqs, context, dtype=np.int32)
     tables = np.tile(np.arange(1, width + 1, dtype=np.int32), (num_seqs, 1))
-    metadata = AttentionMetadata(
-        cu_seqlens_q=torch.from_numpy(bounds),
-        cu_seqlens_k=torch.arange(num_seqs + 1, dtype=torch.int32) * context,
+    return AttentionMetadata(
+        cu_seqlens_q=torch.from_numpy(bounds).to(DEVICE),
+        cu_seqlens_k=torch.arange(num_seqs + 1, dtype=torch.int32, device=DEVICE) * context,
         max_seqlen_q=max(rows),
         max_seqlen_k=context,
-        slot_mapping=torch.arange(int(bounds[-1])) % block_size,  # the null block
-        context_lens=torch.from_numpy(contexts),
-        block_tables=torch.from_numpy(tables),
+        slot_mapping=torch.arange(int(bounds[-1]), device=DEVICE) % block_size,  # the null block
+        context_lens=torch.from_numpy(contexts).to(DEVICE),
+        block_tables=torch.from_numpy(tables).to(DEVICE),
         num_decodes=num_decodes,
         block_size=block_size,
         cu_seqlens_q_cpu=bounds,
         context_lens_cpu=contexts,
         block_tables_cpu=tables,
     )
-    return to_device(metadata, DEVICE)
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 8, 64])

@@ -107,4 +107,4 @@ class DecodeBucket:
             old, new = old.flatten(0, 1)[kept], new.flatten(0, 1)[kept]
             torch.testing.assert_close(new, old, rtol=0, atol=0, equal_nan=True)
         size = prepared.launch.size
-        return prepared.launch, self.runner._hidden[:size].cpu().clone()
+        return prepared.launch, self.runner._graphs.hidden[:size].cpu().clone()

@@ -73,7 +73,7 @@ class ScheduledBatch:
     new_block_ids: np.ndarray
     """[b] ...by this block."""
     bucket: int = 0
-    """Captured size that the step is padded to, of the ladder of its kind; 0: not padded."""
+    """Captured size that the step is launched at; 0: at its own size, without a graph."""
     admitted_rules: tuple[LogitsRules | None, ...] = ()
     """[a], or () if none of the admitted sequences has any."""
     admitted_token_ids: tuple[np.ndarray | None, ...] = ()

@@ -7,6 +7,7 @@ compiled layers and graphs. Its sources are in csrc/.
 from __future__ import annotations
 
 import ctypes
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -38,18 +39,23 @@ class NativeBackend(AttentionBackend):
 
     Args:
         spec: what to attend.
+        cache_dir: where the built library is kept; None: stepgraph in the user's cache.
         level: the vector instructions to use, a name from usable_levels(); None takes the best.
     """
 
     name: ClassVar[str] = "native"
 
-    def __init__(self, spec: AttentionSpec, *, level: str | None = None) -> None:
-        super().__init__(spec)
-        self._library = usable_library(ATTENTION_SOURCE, level or usable_levels()[0])
+    def __init__(
+        self, spec: AttentionSpec, *, cache_dir: Path | None = None, level: str | None = None
+    ) -> None:
+        super().__init__(spec, cache_dir=cache_dir)
+        self.library = usable_library(ATTENTION_SOURCE, level or usable_levels()[0], cache_dir)
         self._windows = [0 if window is None else window for window in spec.windows]
 
     @classmethod
-    def unsupported_reasons(cls, spec: AttentionSpec) -> list[str]:
+    def unsupported_reasons(
+        cls, spec: AttentionSpec, *, cache_dir: Path | None = None
+    ) -> list[str]:
         """Other devices and dtypes are refused, and machines where the kernel can't be built.
 
         Builds it, so the first call may take some seconds.
@@ -63,7 +69,7 @@ class NativeBackend(AttentionBackend):
             reasons.append(f"scale {spec.scale} is not positive")
         if not reasons:
             try:
-                usable_library(ATTENTION_SOURCE, usable_levels()[0])
+                usable_library(ATTENTION_SOURCE, usable_levels()[0], cache_dir)
             except NativeBuildError as error:
                 reasons.append(str(error))
         return reasons
@@ -101,7 +107,7 @@ class NativeBackend(AttentionBackend):
             plan.layers[layer],
             self.spec.scale,
             self._windows[layer],
-            self._library,
+            self.library,
         )
         return result
 

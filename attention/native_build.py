@@ -111,7 +111,10 @@ def _cpu_features() -> frozenset[str]:
 
 
 def cache_directory() -> Path:
-    """Where libraries are kept unless told otherwise: stepgraph in the user's cache."""
+    """Where libraries are kept unless told otherwise: stepgraph in the user's cache.
+
+    The runtime has a twin of this for models, which must not import torch as this package does.
+    """
     base = os.environ.get("XDG_CACHE_HOME")
     # The base directory specification says that a relative path there is to be ignored.
     root = Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache"
@@ -228,9 +231,9 @@ def load_library(path: str) -> ctypes.CDLL:
     except OSError as error:
         raise NativeBuildError(f"the compiled library can't be loaded ({error})") from error
     library.stepgraph_use_openmp(openmp)
-    if hasattr(library, "stepgraph_use_matrix_kernel"):
+    if hasattr(library, "stepgraph_use_matrix_kernel"):  # else it has no use for one
         kernel = [_address(torch_library, name) for name in _MATRIX_SYMBOLS]
-        if None not in kernel:
+        if None not in kernel and torch.ops.mkldnn._is_mkldnn_bf16_supported():
             library.stepgraph_use_matrix_kernel(*kernel)
     return library
 

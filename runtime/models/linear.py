@@ -51,7 +51,9 @@ class PackedWeight(NamedTuple):
 def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
     """x [n, in] times weight [out, in], plain or packed, plus bias [out]: [n, out].
 
-    Sums are in float32 and rounded once, in an order that differs between the two.
+    Sums are in float32 and rounded once, in an order that differs between the two. With a packed
+    weight a row's result doesn't depend on the rows beside it, except where the CPU has matrix
+    tiles (the level "amx").
     """
     if isinstance(weight, Tensor):
         return F.linear(x, weight, bias)

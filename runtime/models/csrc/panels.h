@@ -62,45 +62,34 @@ template <int panels>
 constexpr int kTileRows = panels == 1 ? 4 : 1;
 #endif
 
-// sums [R, P * kPanel], row stride kSumsStride, of the first R rows and P panels.
+// sums [R, P * kPanel], row stride kSumsStride, of the first R rows and P panels. Each is summed
+// from the first pair to the last, so it is the same whatever rows and panels share the tile.
 template <int R, int P>
 inline void multiply_tile(const Rows& x, const Weight& weight, int64_t panel, float* sums) {
     constexpr int vectors = P * kPanelVectors;
-    // Few sums would wait for one another: a second set takes the odd pairs.
-    constexpr int sets = R * vectors < 4 ? 2 : 1;
-    Floats sum[sets][R][vectors] = {};
+    Floats sum[R][vectors] = {};
     const uint32_t* words = weight.panel(panel);
     const int64_t panel_stride = weight.pairs * kPanel;
-    const auto add = [&](int set, int64_t k) {
+    for (int64_t k = 0; k < weight.pairs; ++k, words += kPanel) {
         Words factors[vectors];
 #pragma GCC unroll 16
         for (int v = 0; v < vectors; ++v) {
-            const int64_t offset = v / kPanelVectors * panel_stride + v % kPanelVectors * kLanes;
-            factors[v] = load<Words>(words + offset + k * kPanel);
+            factors[v] = load<Words>(
+                words + v / kPanelVectors * panel_stride + v % kPanelVectors * kLanes);
         }
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
             const Words pair = Words{} + x.pair(r, k);
 #pragma GCC unroll 16
             for (int v = 0; v < vectors; ++v) {
-                sum[set][r][v] = PairProduct::add(pair, factors[v], sum[set][r][v]);
+                sum[r][v] = PairProduct::add(pair, factors[v], sum[r][v]);
             }
         }
-    };
-    int64_t k = 0;
-    for (; k + sets <= weight.pairs; k += sets) {
-#pragma GCC unroll 2
-        for (int set = 0; set < sets; ++set) add(set, k + set);
     }
-    for (; k < weight.pairs; ++k) add(0, k);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 16
-        for (int v = 0; v < vectors; ++v) {
-            Floats total = sum[0][r][v];
-            if constexpr (sets == 2) total += sum[1][r][v];
-            store(sums + r * kSumsStride + v * kLanes, total);
-        }
+        for (int v = 0; v < vectors; ++v) store(sums + r * kSumsStride + v * kLanes, sum[r][v]);
     }
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import logging
 import sys
@@ -24,7 +25,16 @@ from graphs import (
 
 from .input_batch import InputBatch, pack
 from .kv_memory import cpu_kv_bytes, cuda_kv_bytes, estimated_graph_bytes, size_kv_pool
-from .models import DecoderConfig, load_decoder, prepack_refusal
+from .models import (
+    PLAIN_REGIONS,
+    DecoderConfig,
+    Regions,
+    load_decoder,
+    native_regions,
+    pack_decoder,
+    pack_refusal,
+    region_refusal,
+)
 from .ranges import Ranges
 from .resolved_config import ResolvedConfig
 from .row_table import RowTable
@@ -62,7 +72,7 @@ class ModelRunner:
             load_format=config.load_format,
             seed=config.seed,
         )
-        self._prepack_weights()
+        self._forward = functools.partial(self._model, regions=self._pack_weights())
         self._spec = config.attention_spec(decoder_config)
         self._backend = select_backend(
             config.attention_backend, self._spec, cache_dir=config.cache_dir
@@ -120,14 +130,21 @@ class ModelRunner:
         graphs.statistics.add_seconds(step.launch, time.perf_counter() - start)
         return output
 
-    def _prepack_weights(self) -> None:
-        config = self._config
-        refusal = prepack_refusal(config.dtype, config.device)
-        if refusal is None and config.graph_mode != "none":
-            refusal = "prepacked weights have no address that a captured graph could hold"
+    def _pack_weights(self) -> Regions:
+        """Pack the weights if that is possible, and choose the regions to run."""
+        config, model = self._config, self._model
+        refusal = pack_refusal(config.dtype, config.device, cache_dir=config.cache_dir)
         if refusal is None:
-            self._model.prepack()
-        logger.info("weights prepacked: %s", "yes" if refusal is None else f"no, {refusal}")
+            pack_decoder(model, cache_dir=config.cache_dir)
+        elif config.device.type == "cpu" and config.dtype == torch.bfloat16:
+            logger.warning(
+                "weights can't be packed for this CPU: %s. Steps will take several times as long",
+                refusal,
+            )
+        logger.info("weights packed: %s", "yes" if refusal is None else f"no, {refusal}")
+        refusal = refusal or region_refusal(model)
+        logger.info("native regions: %s", "yes" if refusal is None else f"no, {refusal}")
+        return native_regions(model) if refusal is None else PLAIN_REGIONS
 
     # -- graphs -----------------------------------------------------------------------------
 
@@ -160,7 +177,7 @@ class ModelRunner:
         self, cache: PagedKVCache, options: GraphOptions, pool: GraphPool
     ) -> GraphRunner:
         return GraphRunner(
-            self._model,
+            self._forward,
             self._backend,
             cache,
             options,

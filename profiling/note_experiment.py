@@ -111,10 +111,8 @@ def main() -> None:
     print(line("the note", MEASURED["prefill_first"], MEASURED["mixed"]), flush=True)
     for reserved in args.reserved:
         num_tokens = BLOCK_SIZE * step_time.num_kv_blocks(BLOCK_SIZE, reserved=reserved)
-        first, mixed = (
-            latencies(step_time, policy, budget, reserved, args.seeds)
-            for policy, budget in (("prefill_first", WHOLE_PROMPTS), ("fcfs", args.budget))
-        )
+        first = latencies(step_time, "prefill_first", WHOLE_PROMPTS, reserved, args.seeds)
+        mixed = latencies(step_time, "fcfs", args.budget, reserved, args.seeds)
         print(line(f"simulated, K/V of {num_tokens} tokens", first, mixed), flush=True)
 
 

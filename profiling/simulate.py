@@ -103,20 +103,24 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def known_ladders(*, max_num_seqs: int, budget: int, ridge: int) -> dict[str, CaptureLadders]:
+    """The ladders that have a name."""
+    default = CaptureLadders.default(
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, ridge=ridge
+    )
+    vllm = CaptureLadders(
+        decode=CaptureSizes.up_to(max_num_seqs, VLLM_SIZES),
+        mixed=CaptureSizes(tuple(size for size in VLLM_SIZES if size <= budget)),
+    )
+    return {"default": default, "vllm": vllm}
+
+
 def ladders_of(text: str, *, max_num_seqs: int, budget: int, ridge: int) -> CaptureLadders | None:
     """The ladders that a name or a list of sizes stands for; None: no padding."""
     if text in ("eager", "exact"):
         return None
-    if text == "default":
-        return CaptureLadders.default(
-            max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, ridge=ridge
-        )
-    if text == "vllm":
-        return CaptureLadders(
-            decode=CaptureSizes.up_to(max_num_seqs, VLLM_SIZES),
-            mixed=CaptureSizes(tuple(size for size in VLLM_SIZES if size <= budget)),
-        )
-    return CaptureLadders.explicit(
+    known = known_ladders(max_num_seqs=max_num_seqs, budget=budget, ridge=ridge)
+    return known.get(text) or CaptureLadders.explicit(
         parse_capture_sizes(text), max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
     )
 
@@ -219,8 +223,8 @@ def main() -> None:
             print(f"{name}: {seconds:.1f} s of one core, at most {memory:.0f} MiB", flush=True)
             if args.step_sizes:
                 sizes = {
-                    "decode_sizes": result.totals.decode_sizes,
-                    "mixed_sizes": result.totals.mixed_sizes,
+                    "step_sizes": result.totals.step_sizes(),
+                    "num_kv_tokens": result.totals.num_kv_tokens,
                 }
                 args.step_sizes.write_text(json.dumps(sizes) + "\n", encoding="utf-8")
     print(f"\n{options.num_blocks} KV blocks of {options.block_size} a replica\n")

@@ -54,6 +54,8 @@ class StepTotals:
     """Steps that were scheduled one by one; the others were skipped."""
     num_tokens: int = 0
     num_padding_tokens: int = 0
+    num_kv_tokens: int = 0
+    """K/V rows that attention read."""
     idle_seconds: float = 0.0
     """Of all replicas, between two arrivals."""
     num_preemptions: int = 0
@@ -64,6 +66,13 @@ class StepTotals:
     """Steps of decodes alone, by their tokens before padding."""
     mixed_sizes: dict[int, int] = field(default_factory=dict)
     """All other steps, by their tokens before padding."""
+
+    def step_sizes(self) -> dict[str, list[list[int]]]:
+        """As the engine's statistics have them: by kind, pairs of a size and its steps."""
+        kinds = {"decode": self.decode_sizes, "mixed": self.mixed_sizes}
+        return {
+            kind: [list(pair) for pair in sorted(sizes.items())] for kind, sizes in kinds.items()
+        }
 
 
 @dataclass(slots=True, kw_only=True)
@@ -181,6 +190,7 @@ class Replica:
             )
             self._num_unfinished -= 1
         self._totals.num_calls += 1
+        self._totals.num_kv_tokens += scheduled.num_kv_tokens
         self._count(scheduled.num_tokens, scheduled.bucket, scheduled.is_uniform_decode, 1)
         if self._log is not None:
             num_prompt = scheduled.num_tokens - scheduled.num_decodes
@@ -196,6 +206,8 @@ class Replica:
         self._num_before_step = self._num_unfinished
         self._note_tokens(requests, ends)
         bucket = self.scheduler.sizing.bucket(run.num_seqs, is_uniform_decode=True)
+        growth = run.num_seqs * num_steps * (num_steps - 1) // 2
+        self._totals.num_kv_tokens += run.num_kv_tokens * num_steps + growth
         self._count(run.num_seqs, bucket, True, num_steps)
         if self._log is not None:
             self._log_steps(start, num_steps, run.num_seqs, 0, bucket)

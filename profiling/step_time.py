@@ -1,8 +1,8 @@
 """How long a step takes on hardware that isn't here: a roofline from data sheets.
 
 Each part of a step takes the longer one of computing and of reading memory (Williams et al., 2009),
-and the parts follow one another: the layers' matrices, attention, the output head. The host adds
-its own time, and a step is never shorter than its launches.
+and the parts follow one another: the layers' matrices, what is done value by value, attention, the
+output head. The host adds its own time, and a step is never shorter than its launches.
 """
 
 from __future__ import annotations
@@ -91,6 +91,13 @@ class ModelShape:
         return self.num_layers * (projections + 3 * self.hidden_size * self.intermediate_size)
 
     @property
+    def elementwise_bytes(self) -> int:
+        """What norms, rotation and the gate move of one token, in all layers."""
+        heads = self.num_heads + self.num_kv_heads
+        values = 6 * self.hidden_size + 2 * self.head_dim * heads + 3 * self.intermediate_size
+        return 2 * self.num_layers * values
+
+    @property
     def head_weights(self) -> int:
         """Weights of the output head, which sampled tokens are multiplied with."""
         return self.vocab_size * self.hidden_size
@@ -171,11 +178,11 @@ class RooflineStepTime:
     host_seconds: float = 500e-6
     """Of a step: scheduling, packing, planning, sampling, waiting for the ids."""
     launches_per_layer: int = 14
-    """Kernels of a layer without graphs."""
-    launch_seconds: float = 6e-6
-    """Of one kernel, from eager PyTorch."""
+    """Kernels of a layer without graphs, two of them attention's."""
+    launch_seconds: float = 12e-6
+    """Of one kernel from eager PyTorch, with its share of Python."""
     graph_launch_seconds: float = 10e-6
-    """Of one graph; a mixed step has one between any two attentions."""
+    """Of one graph; a mixed step has one between any two attentions, which run eagerly."""
 
     def step_seconds(self, shape: StepShape) -> float | np.ndarray:
         """As `StepTime.step_seconds`."""
@@ -186,6 +193,7 @@ class RooflineStepTime:
             2.0 * model.layer_weights * shape.num_tokens / matrix_rate,
             2.0 * model.layer_weights / bandwidth,
         )
+        elementwise = float(model.elementwise_bytes) * shape.num_tokens / bandwidth
         head = 0.0
         if shape.num_sampled:
             head = max(
@@ -197,7 +205,7 @@ class RooflineStepTime:
             flops_per_pair * shape.num_pairs / (flop_rate * self.attention_efficiency),
             float(model.kv_bytes_per_token) * shape.num_kv_tokens / bandwidth,
         )
-        on_device = layers + head + attention
+        on_device = layers + elementwise + head + attention
         return self.host_seconds + np.maximum(on_device, self._launching(shape))
 
     def seconds(self, num_tokens: int, num_kv_tokens: int) -> float:
@@ -213,8 +221,9 @@ class RooflineStepTime:
     def _launching(self, shape: StepShape) -> float:
         if not shape.is_captured:
             return self.model.num_layers * self.launches_per_layer * self.launch_seconds
-        num_graphs = 1 if shape.is_uniform_decode else self.model.num_layers + 1
-        return num_graphs * self.graph_launch_seconds
+        if shape.is_uniform_decode:
+            return self.graph_launch_seconds
+        return self.model.num_layers * (self.graph_launch_seconds + 2 * self.launch_seconds)
 
     @property
     def ridge(self) -> int:

@@ -36,8 +36,8 @@ def test_rates_and_policies_are_run_side_by_side(monkeypatch, capsys, tmp_path):
         assert f"| {name} |" in out
         assert result["num_requests"] == 200
         assert result["extra"]["num_padding_tokens"] > 0
-    counts = json.loads(sizes.read_text())
-    num_steps = sum(counts["decode_sizes"].values()) + sum(counts["mixed_sizes"].values())
+    counts = json.loads(sizes.read_text())["step_sizes"]
+    num_steps = sum(count for kind in ("decode", "mixed") for _, count in counts[kind])
     assert num_steps == results["prefill_first, budget 8192, rate inf"]["extra"]["num_steps"]
 
 

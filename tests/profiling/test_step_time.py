@@ -44,9 +44,9 @@ def test_small_steps_read_the_weights_and_large_ones_compute():
     time = RooflineStepTime(model=QWEN, hardware=HARDWARE["rtx4090"], host_seconds=0.0)
     read = 2 * (QWEN.layer_weights + QWEN.head_weights) / (0.85 * 1008e9)
     assert time.step_seconds(decode(1, 1)) == pytest.approx(read, rel=1e-3)
-    assert time.step_seconds(decode(32, 1)) == pytest.approx(read, rel=1e-2)
+    assert time.step_seconds(decode(32, 1)) == pytest.approx(read, rel=2e-2)
     computed = 2 * QWEN.layer_weights * 4096 / (0.75 * 165.2e12)
-    assert time.step_seconds(prefill(4096)) == pytest.approx(computed, rel=0.15)
+    assert time.step_seconds(prefill(4096)) == pytest.approx(computed, rel=0.25)
     ridge = time.ridge
     ratio = time.step_seconds(prefill(4 * ridge)) / time.step_seconds(prefill(2 * ridge))
     assert ratio == pytest.approx(2, rel=0.1)
@@ -61,8 +61,8 @@ def test_context_costs_its_bytes():
 def test_eager_steps_take_at_least_their_launches():
     time = RooflineStepTime(model=MODELS["qwen3-0.6b"], hardware=HARDWARE["b200"])
     eager, captured = (time.step_seconds(decode(1, 10, is_captured=c)) for c in (False, True))
-    assert eager == pytest.approx(500e-6 + 28 * 14 * 6e-6)
-    assert captured < 0.5 * eager
+    assert eager == pytest.approx(500e-6 + 28 * 14 * 12e-6)
+    assert captured < 0.3 * eager
 
 
 def test_faster_hardware_is_faster():

@@ -7,13 +7,14 @@ compiled layers and graphs. Its sources are in csrc/.
 from __future__ import annotations
 
 import ctypes
+from pathlib import Path
 from typing import ClassVar
 
 import torch
 
 from .backend import AttentionBackend, AttentionPlan
 from .metadata import AttentionMetadata, AttentionSpec
-from .native_build import NativeBuildError, load_library, usable_levels
+from .native_build import NativeBuildError, load_library, usable_levels, usable_library
 from .native_plan import NativePlan, make_plan
 from .paged_kv_cache import PagedKVCache
 
@@ -21,7 +22,7 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _SCHEMA = (
     "native_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, "
     "Tensor(b!) values, Tensor slot_mapping, Tensor block_tables, Tensor work, float scale, "
-    "int window, str level) -> Tensor"
+    "int window, str library) -> Tensor"
 )
 _NUM_CALL_WORDS = 25
 _PackedCall = ctypes.c_int64 * _NUM_CALL_WORDS
@@ -32,19 +33,23 @@ class NativeBackend(AttentionBackend):
 
     Args:
         spec: what to attend.
+        cache_dir: where the built library is kept; None: stepgraph in the user's cache.
         level: the vector instructions to use, a name from usable_levels(); None takes the best.
     """
 
     name: ClassVar[str] = "native"
 
-    def __init__(self, spec: AttentionSpec, *, level: str | None = None) -> None:
-        super().__init__(spec)
-        self.level = usable_levels()[0] if level is None else level
-        load_library(self.level)
+    def __init__(
+        self, spec: AttentionSpec, *, cache_dir: Path | None = None, level: str | None = None
+    ) -> None:
+        super().__init__(spec, cache_dir=cache_dir)
+        self.library = usable_library(level or usable_levels()[0], cache_dir)
         self._windows = [0 if window is None else window for window in spec.windows]
 
     @classmethod
-    def unsupported_reasons(cls, spec: AttentionSpec) -> list[str]:
+    def unsupported_reasons(
+        cls, spec: AttentionSpec, *, cache_dir: Path | None = None
+    ) -> list[str]:
         """Other devices and dtypes are refused, and machines where the kernel can't be built.
 
         Builds it, so the first call may take some seconds.
@@ -58,7 +63,7 @@ class NativeBackend(AttentionBackend):
             reasons.append(f"scale {spec.scale} is not positive")
         if not reasons:
             try:
-                load_library(usable_levels()[0])
+                usable_library(usable_levels()[0], cache_dir)
             except NativeBuildError as error:
                 reasons.append(str(error))
         return reasons
@@ -96,7 +101,7 @@ class NativeBackend(AttentionBackend):
             plan.layers[layer],
             self.spec.scale,
             self._windows[layer],
-            self.level,
+            self.library,
         )
         return result
 
@@ -112,7 +117,7 @@ def _native_attention(  # noqa: PLR0913 - an operator's arguments are flat
     work: torch.Tensor,
     scale: float,
     window: int,
-    level: str,
+    library: str,
 ) -> torch.Tensor:
     """Write key and value into one layer's pages, then attend; the operator's kernel.
 
@@ -127,7 +132,7 @@ def _native_attention(  # noqa: PLR0913 - an operator's arguments are flat
         work: [n, WORK_COLUMNS] int32, contiguous; see NativePlan.
         scale: what scores are multiplied by.
         window: keys that a query sees, itself included; 0 for all.
-        level: which library to use.
+        library: path of the built library to use.
 
     Returns:
         [num_tokens, num_heads, head_dim], contiguous.
@@ -164,7 +169,7 @@ def _native_attention(  # noqa: PLR0913 - an operator's arguments are flat
         ctypes.c_int64.from_buffer(ctypes.c_double(scale)).value,
     )
     bad = ctypes.c_int64()
-    status = load_library(level).stepgraph_attend(packed, ctypes.byref(bad))
+    status = load_library(library).stepgraph_attend(packed, ctypes.byref(bad))
     if status:
         what = ("slot", "block")[status - 1]
         raise IndexError(f"{what} {bad.value} is outside the cache of {num_blocks} blocks")
@@ -186,7 +191,7 @@ def _native_attention_fake(  # noqa: PLR0913 - as above
     work: torch.Tensor,
     scale: float,
     window: int,
-    level: str,
+    library: str,
 ) -> torch.Tensor:
     return query.new_empty(query.shape)
 

@@ -160,14 +160,13 @@ def _backends(args: argparse.Namespace) -> int:
     from attention import backend_names, rejected_backends
 
     from .config import EngineConfig
-    from .model_runner import attention_spec
     from .models import load_decoder_config, stored_dtype
 
     options = EngineConfig(model=args.model, **_given(args, ("dtype", "device", "block_size")))
     path = options.resolve_model()
     decoder = load_decoder_config(path)
     config = options.resolve(decoder, path, stored_dtype(path))
-    rejected = rejected_backends(attention_spec(config, decoder))
+    rejected = rejected_backends(config.attention_spec(decoder), cache_dir=config.cache_dir)
     for name in backend_names():
         reasons = rejected.get(name)
         print(f"{name}: {'can run' if reasons is None else '; '.join(reasons)}")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 import torch
 
+from attention import block_size_multiple, preferred_block_size
 from attention.metadata import MAX_BLOCK_SIZE
 from graphs import GraphMode
 from graphs.capture_sizes import CaptureLadders, CaptureSizes, parse_capture_sizes
@@ -32,6 +33,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+DEFAULT_BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +64,9 @@ class EngineConfig:
     prompts come in. Smaller: shorter gaps between the tokens of running sequences."""
     max_prefill_chunk: int | None = None
     """Most prompt tokens of one sequence in a step; None: what the budget leaves."""
-    block_size: int = 16
-    """Tokens of a KV block: a power of two from 1 to 256."""
+    block_size: int | None = None
+    """Tokens of a KV block: a power of two from 1 to 256. None: 16, or 256 where attention runs
+    with flash_attn, whose kernels read pages of that size."""
     num_kv_blocks: int | None = None
     """KV blocks that sequences can use; None: as many as the memory options below give."""
     kv_cache_bytes: int | None = None
@@ -89,8 +92,8 @@ class EngineConfig:
     """Longest gap that decoding sequences should see between two tokens, in milliseconds: prompts
     get what fits beside the decodes in steps of that length. None: what the budget leaves."""
     attention_backend: str | None = None
-    """"native", "torch", or "auto": the first that can run; None: STEPGRAPH_ATTENTION, else
-    "auto"."""
+    """"flash_attn" on CUDA, "native" on a CPU, "torch", or "auto": the first that can run; None:
+    STEPGRAPH_ATTENTION, else "auto"."""
     seed: int = 0
     """Of the seeds given to requests that have none, and of dummy weights."""
     nvtx: bool | None = None
@@ -99,12 +102,11 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in _COUNTS:
             value = getattr(self, name)
-            if value is not None or name == "block_size":
+            if value is not None:
                 object.__setattr__(self, name, _positive(name, value))
-        if self.block_size > MAX_BLOCK_SIZE or self.block_size & (self.block_size - 1):
-            raise ConfigError(
-                f"block_size={self.block_size} is not a power of two from 1 to {MAX_BLOCK_SIZE}"
-            )
+        size = self.block_size or 1
+        if size > MAX_BLOCK_SIZE or size & (size - 1):
+            raise ConfigError(f"block_size={size} is not a power of two from 1 to {MAX_BLOCK_SIZE}")
         _one_of("load_format", self.load_format, get_args(LoadFormat))
         _one_of("policy", self.policy, get_args(Policy))
         _one_of("dtype", self.dtype, ("auto", *DTYPES))
@@ -192,7 +194,7 @@ class EngineConfig:
                 "bucket_fitting=True, but no sizes are captured that steps could be fitted to; "
                 "give capture_sizes or a graph_mode"
             )
-        return ResolvedConfig(
+        resolved = ResolvedConfig(
             model_path=path,
             load_format=self.load_format,
             dtype=dtype,
@@ -201,7 +203,7 @@ class EngineConfig:
             max_num_seqs=num_seqs,
             max_num_batched_tokens=budget,
             max_prefill_chunk=self.max_prefill_chunk,
-            block_size=self.block_size,
+            block_size=self.block_size or DEFAULT_BLOCK_SIZE,
             num_kv_blocks=self.num_kv_blocks,
             kv_cache_bytes=self.kv_cache_bytes,
             gpu_memory_utilization=float(self.gpu_memory_utilization),
@@ -214,8 +216,11 @@ class EngineConfig:
             attention_backend=self.attention_backend or env.get("STEPGRAPH_ATTENTION", "auto"),
             seed=self.seed,
             nvtx=env.get("STEPGRAPH_NVTX", False) if self.nvtx is None else self.nvtx,
+            cache_dir=env.get("STEPGRAPH_CACHE_DIR", model_source.cache_directory()),
             reasons=reasons,
         )
+        block_size = self._resolve_block_size(resolved, decoder, reasons)
+        return dataclasses.replace(resolved, block_size=block_size)
 
     def _resolve_device(self, reasons: dict[str, str]) -> torch.device:
         if self.device == "auto":
@@ -285,6 +290,24 @@ class EngineConfig:
                 f"lower the one or raise the other"
             )
         return self.max_num_seqs
+
+    def _resolve_block_size(
+        self, resolved: ResolvedConfig, decoder: DecoderConfig, reasons: dict[str, str]
+    ) -> int:
+        """Last, since which attention backend runs depends on the other choices."""
+        backend = resolved.attention_backend
+        if self.block_size is None:
+            spec = resolved.attention_spec(decoder)
+            size, why = preferred_block_size(backend, spec, cache_dir=resolved.cache_dir)
+            reasons["block_size"] = why
+            return size
+        multiple = block_size_multiple(backend)
+        if self.block_size % multiple:
+            raise ConfigError(
+                f"block_size={self.block_size} is not a multiple of {multiple}, as "
+                f"attention_backend={backend!r} needs; leave block_size open, or ask for {multiple}"
+            )
+        return self.block_size
 
     def _resolve_graph_mode(
         self, device: torch.device, env: Mapping[str, Any], reasons: dict[str, str]

@@ -69,8 +69,8 @@ _LEVELS = ("debug", "info", "warning", "error")
 VARIABLES: tuple[Variable, ...] = (
     Variable(
         name="STEPGRAPH_ATTENTION",
-        parse=_choice("auto", "native", "torch"),
-        allowed="auto | native | torch",
+        parse=_choice("auto", "flash_attn", "native", "torch"),
+        allowed="auto | flash_attn | native | torch",
         default="auto",
         help="attention backend",
     ),
@@ -114,7 +114,7 @@ VARIABLES: tuple[Variable, ...] = (
         parse=_parse_path,
         allowed="an absolute path",
         default="stepgraph in the user's cache directory",
-        help="where fetched and converted models are kept",
+        help="where fetched and converted models and built libraries are kept",
     ),
 )
 

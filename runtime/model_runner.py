@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from attention import AttentionSpec, PagedKVCache, select_backend
+from attention import PagedKVCache, select_backend
 from graphs import GraphOptions, GraphPool, GraphRunner, GraphSupport, StepStatistics
 
 from .input_batch import InputBatch, pack
@@ -58,8 +58,10 @@ class ModelRunner:
             seed=config.seed,
         )
         self._prepack_weights()
-        self._spec = attention_spec(config, decoder_config)
-        self._backend = select_backend(config.attention_backend, self._spec)
+        self._spec = config.attention_spec(decoder_config)
+        self._backend = select_backend(
+            config.attention_backend, self._spec, cache_dir=config.cache_dir
+        )
         self._staging = StagingBuffer(config.device)
         self._rows = self._new_row_table()
         cache = self._allocate_kv_pool()
@@ -218,20 +220,6 @@ class ModelRunner:
         batch = pack(rows, scheduled, self._staging, self._end_token_ids)
         cache = PagedKVCache.allocate(self._spec, 2)
         self._run(batch, scheduled, self._new_graph_runner(cache, self._no_graphs()))
-
-
-def attention_spec(config: ResolvedConfig, decoder: DecoderConfig) -> AttentionSpec:
-    """What a model's attention is, as the backends see it."""
-    return AttentionSpec(
-        num_heads=decoder.num_heads,
-        num_kv_heads=decoder.num_kv_heads,
-        head_dim=decoder.head_dim,
-        dtype=config.dtype,
-        device=config.device,
-        block_size=config.block_size,
-        windows=decoder.windows,
-        scale=decoder.head_dim**-0.5,
-    )
 
 
 def largest_step(config: ResolvedConfig) -> ScheduledBatch:

@@ -71,5 +71,5 @@ def test_env_shows_every_variable_with_value_and_source(capsys, monkeypatch):
 def test_backends_are_listed_with_the_reasons_against_them(checkpoint, capsys):
     assert main(["backends", "--model", str(checkpoint("llama")), "--dtype", "float32"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines] == ["native", "torch"]
+    assert [line.split(":")[0] for line in lines] == ["flash_attn", "native", "torch"]
     assert lines[-1] == "torch: can run"

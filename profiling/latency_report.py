@@ -55,6 +55,13 @@ class GapHistogram:
         other.flush()
         self.counts += other.counts
 
+    def distribution(self) -> tuple[np.ndarray, np.ndarray]:
+        """[m] float64 seconds that occur, ascending, and the share of gaps up to each."""
+        self.flush()
+        places = np.flatnonzero(self.counts)
+        seconds = _SHORTEST * np.exp((places + 0.5) / _BINS_PER_E_FOLD)
+        return seconds, np.cumsum(self.counts[places]) / max(1, self.counts.sum())
+
     def percentiles(self, wanted: tuple[float, ...]) -> list[float]:
         """Seconds below which that many percent of the gaps lie; NaN without any."""
         self.flush()
@@ -106,6 +113,22 @@ class RequestTimes:
         after_first = np.where(self.num_output_tokens > 1, self.num_output_tokens - 1.0, math.nan)
         tpot: np.ndarray = (self.finish - self.first_token) / after_first
         return tpot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latencies:
+    """All latencies of a run, for a plot."""
+
+    times: RequestTimes
+    gaps: GapHistogram
+
+    def distribution(self, kind: str) -> tuple[np.ndarray, np.ndarray]:
+        """[m] ascending seconds, and [m] the share of "TTFT", "TPOT", "ITL" or "E2E" up to each."""
+        if kind == "ITL":
+            return self.gaps.distribution()
+        values: np.ndarray = getattr(self.times, kind.lower())
+        values = np.sort(values[np.isfinite(values)])
+        return values, np.arange(1, len(values) + 1) / max(1, len(values))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,51 +23,18 @@ import time
 from pathlib import Path
 
 from fitted_step_time import FittedStepTime
-from latency_report import LatencyReport, LatencyTarget, report, table
+from latency_report import Latencies, LatencyReport, LatencyTarget, report, table
+from plots import plot_runs
 from simulation import ServerOptions, SimulationResult, simulate
+from step_log import StepLog
 from step_time import HARDWARE, MODELS, RooflineStepTime
-from workload import Arrivals, Workload, read_azure, read_mooncake, uniform
+from workload import POLICIES, Arrivals, Workload, add_workload_arguments, read_workload
 
 from graphs.capture_sizes import CaptureLadders, CaptureSizes, parse_capture_sizes
-from runtime.scheduler_config import Policy, SchedulerConfig
+from runtime.scheduler_config import SchedulerConfig
 
 VLLM_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 """vLLM's default sizes; larger steps run without a graph there."""
-POLICIES: dict[str, Policy] = {"mixed": "fcfs", "fcfs": "fcfs", "prefill_first": "prefill_first"}
-
-
-def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that `read_workload` reads."""
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--azure", type=Path, help="an Azure LLM trace, CSV")
-    source.add_argument("--mooncake", type=Path, help="a Mooncake trace, JSON lines")
-    parser.add_argument("--inputs", type=int, nargs=2, default=(128, 2048), metavar="TOKENS")
-    parser.add_argument("--outputs", type=int, nargs=2, default=(64, 256), metavar="TOKENS")
-    parser.add_argument("--num-requests", type=int, help="drawn from the trace if it has fewer")
-    parser.add_argument("--arrivals", choices=("poisson", "fixed", "burst", "trace"))
-    parser.add_argument("--burst", type=int, default=16, help="requests of a burst")
-    parser.add_argument("--seed", type=int, default=0)
-
-
-def read_workload(args: argparse.Namespace, max_tokens: int) -> Workload:
-    """The requests of the command line, of at most `max_tokens` tokens; arrivals as they are."""
-    if args.azure or args.mooncake:
-        whole = read_azure(args.azure) if args.azure else read_mooncake(args.mooncake)
-        workload = whole.limited(max_tokens)
-        if len(workload) < len(whole):
-            print(f"{len(whole) - len(workload)} requests over {max_tokens} tokens left out")
-    else:
-        workload = uniform(
-            args.num_requests or 256, tuple(args.inputs), tuple(args.outputs), args.seed
-        )
-    count = args.num_requests or len(workload)
-    if count > len(workload):
-        if args.arrivals == "trace":
-            raise SystemExit(
-                f"the trace has {len(workload)} arrivals, not {count}: drop one option"
-            )
-        return workload.resampled(count, args.seed)
-    return workload.head(count)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -100,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-skip", action="store_true", help="every step by itself, as a check")
     parser.add_argument("--step-sizes", type=Path, help="write them there, of the last run")
     parser.add_argument("--json", type=Path, help="write all results there")
+    parser.add_argument("--plots", type=Path, help="a folder for PNG plots; for short runs")
     return parser
 
 
@@ -202,6 +170,9 @@ def main() -> None:
     print(f"step time: {step_time}")
     base = read_workload(args, args.max_model_len)
     reports: dict[str, LatencyReport] = {}
+    lines: dict[str, dict[float, LatencyReport]] = {policy: {} for policy in args.policy}
+    latencies: dict[str, Latencies] = {}
+    logs: dict[str, StepLog] = {}
     for rate in args.rate:
         kind: Arrivals = args.arrivals or "poisson"
         workload = base.arriving(kind, rate, args.seed, args.burst)
@@ -215,9 +186,14 @@ def main() -> None:
                 num_replicas=args.replicas,
                 router=args.router,
                 num_warmup=args.warmup,
+                logs_steps=args.plots is not None,
             )
             name = f"{policy}, budget {options.scheduler.max_num_batched_tokens}, rate {rate:g}"
             reports[name] = summary(result, workload, args)
+            lines[policy][rate] = reports[name]
+            if args.plots:
+                latencies[name] = Latencies(times=result.times, gaps=result.gaps)
+                logs[name] = result.logs[0]
             seconds = time.process_time() - start
             memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
             print(f"{name}: {seconds:.1f} s of one core, at most {memory:.0f} MiB", flush=True)
@@ -233,6 +209,8 @@ def main() -> None:
     if args.json:
         found = {name: item.as_dict() for name, item in reports.items()}
         args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if args.plots:
+        plot_runs(args.plots, latencies, lines, logs)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ arrivals from a process or from the trace.
 
 from __future__ import annotations
 
+import argparse
 import csv
 import dataclasses
 import json
@@ -18,8 +19,16 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
+from runtime.scheduler_config import Policy
+
 Arrivals = Literal["poisson", "fixed", "burst", "trace"]
 Item = TypeVar("Item")
+POLICIES: dict[str, Policy] = {
+    "mixed": "fcfs",
+    "priority": "priority",
+    "prefill_first": "prefill_first",
+}
+"""Names of the command lines, and what the scheduler calls them."""
 PREFIX_TOKENS = 512
 """Tokens that one prefix id stands for, as in Mooncake's traces."""
 
@@ -62,6 +71,18 @@ class Workload:
         """Those of at most `max_tokens` tokens, prompt and output together."""
         total = self.num_prompt_tokens.astype(np.int64) + self.num_output_tokens
         return self._take(np.flatnonzero(total <= max_tokens))
+
+    def scaled(self, factor: float) -> Workload:
+        """The same requests with all lengths times `factor`, at least one token each."""
+        if factor == 1.0:
+            return self
+        if self.prefix_ids is not None or self.prompts is not None:
+            raise ValueError("prompts with contents can't be scaled; leave --length-scale at 1")
+        lengths = {
+            name: np.maximum(1, np.rint(factor * getattr(self, name))).astype(np.int32)
+            for name in ("num_prompt_tokens", "num_output_tokens")
+        }
+        return dataclasses.replace(self, **lengths)
 
     def resampled(self, count: int, seed: int) -> Workload:
         """`count` requests whose pairs of lengths are drawn from these; arrivals all at 0."""
@@ -206,3 +227,45 @@ def _from_lists(
         num_prompt_tokens=np.maximum(np.array(prompts, dtype=np.int32), 1),
         num_output_tokens=np.maximum(np.array(outputs, dtype=np.int32), 1),
     )
+
+
+def add_workload_arguments(
+    parser: argparse.ArgumentParser,
+) -> argparse._MutuallyExclusiveGroup:
+    """Add the options that `read_workload` reads; the group of sources, for further ones."""
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--azure", type=Path, help="an Azure LLM trace, CSV")
+    source.add_argument("--mooncake", type=Path, help="a Mooncake trace, JSON lines")
+    parser.add_argument("--inputs", type=int, nargs=2, default=(128, 2048), metavar="TOKENS")
+    parser.add_argument("--outputs", type=int, nargs=2, default=(64, 256), metavar="TOKENS")
+    parser.add_argument("--num-requests", type=int, help="drawn from the trace if it has fewer")
+    parser.add_argument("--arrivals", choices=("poisson", "fixed", "burst", "trace"))
+    parser.add_argument("--burst", type=int, default=16, help="requests of a burst")
+    parser.add_argument("--seed", type=int, default=0)
+    return source
+
+
+def read_workload(
+    args: argparse.Namespace, max_tokens: int | None, *, scale: float = 1.0
+) -> Workload:
+    """The requests of the command line, arrivals as they are.
+
+    Args:
+        args: with the options of `add_workload_arguments`.
+        max_tokens: longer requests are left out, with a note.
+        scale: of all lengths of a trace.
+    """
+    if not (args.azure or args.mooncake):
+        return uniform(args.num_requests or 256, tuple(args.inputs), tuple(args.outputs), args.seed)
+    workload = read_azure(args.azure) if args.azure else read_mooncake(args.mooncake)
+    workload = workload.scaled(scale)
+    if max_tokens is not None:
+        before, workload = len(workload), workload.limited(max_tokens)
+        if len(workload) < before:
+            print(f"{before - len(workload)} requests over {max_tokens} tokens left out")
+    count = args.num_requests or len(workload)
+    if count <= len(workload):
+        return workload.head(count)
+    if args.arrivals == "trace":
+        raise SystemExit(f"the trace has {len(workload)} arrivals, not {count}: drop one option")
+    return workload.resampled(count, args.seed)

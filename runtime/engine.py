@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +61,8 @@ class Engine:
         self.vocab_size = decoder.vocab_size
         self.end_token_ids = load_end_token_ids(path, tokenizer)
         self.counters = EngineCounters()
+        self.on_step: Callable[[ScheduledBatch], None] | None = None
+        """Called with each batch once its tokens are in: for who measures steps."""
         self.ranges = Ranges(enabled=self.config.nvtx)
         self._runner = ModelRunner(self.config, decoder, self.end_token_ids, self.ranges)
         self._blocks = BlockManager(
@@ -100,6 +103,11 @@ class Engine:
     def has_unfinished(self) -> bool:
         """True while `step` has something to do."""
         return self.scheduler.has_unfinished
+
+    @property
+    def num_free_blocks(self) -> int:
+        """KV blocks that no sequence owns."""
+        return self._blocks.num_free_blocks
 
     def check(self, token_ids: TokenIds, params: SamplingParams) -> np.ndarray:
         """The prompt as [n] int32; raises InvalidRequestError if it can't be served."""
@@ -182,6 +190,8 @@ class Engine:
         self.counters.num_output_tokens += len(updates.sequences)
         for sequence in updates.finished:
             del self._sequences[sequence.request_id]
+        if self.on_step is not None:
+            self.on_step(scheduled)
         return updates
 
     def _observe(self, scheduled: ScheduledBatch, seconds: float) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +72,8 @@ class Engine:
         self.outputs = None if tokenizer is None else OutputBuilder(tokenizer)
         """Makes text of ids; None without a tokenizer."""
         self.counters = EngineCounters()
+        self.on_step: Callable[[ScheduledBatch], None] | None = None
+        """Called with each batch once its tokens are in: for who measures steps."""
         self.ranges = Ranges(enabled=self.config.nvtx)
         self._runner = ModelRunner(self.config, decoder, self.ranges)
         self._blocks = BlockManager(
@@ -113,6 +116,11 @@ class Engine:
     def has_unfinished(self) -> bool:
         """True while `step` has something to do."""
         return self.scheduler.has_unfinished
+
+    @property
+    def num_free_blocks(self) -> int:
+        """KV blocks that no sequence owns."""
+        return self._blocks.num_free_blocks
 
     def check(self, token_ids: TokenIds, params: SamplingParams) -> np.ndarray:
         """The prompt as [n] int32, truncated as `params` ask for.
@@ -225,6 +233,8 @@ class Engine:
         for sequence in updates.finished:
             del self._sequences[sequence.request_id]
             self._watched_texts.pop(sequence.request_id, None)
+        if self.on_step is not None:
+            self.on_step(scheduled)
         return updates
 
     def _end_at_stop_strings(self, updates: SequenceUpdates) -> list[Sequence]:

@@ -1,146 +1,141 @@
-"""A forward of the whole decoder on a CPU: plain, with prepacked weights, and with compiled layers.
+"""Products and regions between attention calls on a CPU: the ways to compute them, side by side.
 
-    python profiling/region_benchmark.py [--rounds 15] [--context 512]
+    python profiling/region_benchmark.py [--rounds 15] [--tokens 1 8 32 128 512]
 
-Three steps: one prefills 512 tokens, the others decode 1 and 32 sequences at a context. Forwards,
-compiled regions, attention and its plans are the engine's own; logits and sampling are left out.
-The ways are interleaved; medians in milliseconds and ratios to plain are printed. Compiling happens
-before, and what it took is printed too.
+All layers of the model in turn, as a step runs them, bfloat16, without attention. Ways are
+interleaved, each after a nap, so that other processes disturb them less; the least of all rounds is
+printed in milliseconds, with its ratio to the first way. The first compilation is not counted.
+
+products: the four projections of every layer. plain: F.linear. onednn: with weights in oneDNN's own
+layout, as torch.compile freezes them. packed: `linear` with packed weights.
+forward: from token ids to hidden states, attention's result taken for its queries. plain: operator
+by operator. compiled: layers as the engine compiles them. packed: plain with packed weights. both:
+compiled layers with packed weights. native: each region as one native call.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
+import torch.nn.functional as F
 
-from attention import (
-    AttentionBackend,
-    AttentionMetadata,
-    AttentionSpec,
-    BoundAttention,
-    PagedKVCache,
-    select_backend,
-)
-from runtime.compiled_layers import compile_layers
+from runtime.compiled_layers import CompiledLayers, compile_layers
 from runtime.model_source import resolve_model
 from runtime.models import (
-    PLAIN_REGIONS,
     Decoder,
-    DecoderConfig,
-    Regions,
     load_decoder,
     load_decoder_config,
+    native_regions,
+    pack_decoder,
 )
+from runtime.models.linear import linear
 
-BLOCK_SIZE = 16
-MAX_TOKENS = 512
-STEPS = {"prefill 512": (512, 1), "decode 1": (1, 1), "decode 32": (1, 32)}
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+Way = Callable[[], object]
+NAP_SECONDS = 0.02
 
 
-def make_backend(config: DecoderConfig, dtype: torch.dtype) -> AttentionBackend:
-    """The attention that an engine would choose."""
-    spec = AttentionSpec(
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=dtype,
-        device=torch.device("cpu"),
-        block_size=BLOCK_SIZE,
-        windows=config.windows,
-        scale=config.head_dim**-0.5,
+def layer_weights(decoder: Decoder) -> list:
+    """The weights of all projections, in the order of their use."""
+    names = ("qkv_weight", "o_weight", "gate_up_weight", "down_weight")
+    return [getattr(layer, name) for layer in decoder.layers for name in names]
+
+
+def product_ways(plain: Decoder, packed: Decoder, num_tokens: int) -> dict[str, Way]:
+    """The ways to compute all projections of made-up rows."""
+    weights = layer_weights(plain)
+    ours = layer_weights(packed)
+    onednn = [torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None) for weight in weights]
+    widths = {weight.shape[1] for weight in weights}
+    rows = {width: torch.randn(num_tokens, width).bfloat16() for width in widths}
+    inputs = [rows[weight.shape[1]] for weight in weights]
+    multiply = torch.ops.mkldnn._linear_pointwise
+    return {
+        "plain": lambda: [F.linear(x, w) for x, w in zip(inputs, weights, strict=True)],
+        "onednn": lambda: [
+            multiply(x, w, None, "none", [], "") for x, w in zip(inputs, onednn, strict=True)
+        ],
+        "packed": lambda: [linear(x, w) for x, w in zip(inputs, ours, strict=True)],
+    }
+
+
+def compiled_layers(decoder: Decoder, max_tokens: int) -> CompiledLayers:
+    """Warm compiled layers, which are not kept; what compiling took is printed."""
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as directory:
+        layers = compile_layers(decoder, max_tokens=max_tokens, cache_dir=Path(directory))
+    print(f"compiled in {time.perf_counter() - start:.1f} s: {layers.as_dict()}", flush=True)
+    return layers
+
+
+def forward_ways(
+    plain: Decoder,
+    packed: Decoder,
+    compiled: CompiledLayers,
+    compiled_packed: CompiledLayers,
+    num_tokens: int,
+) -> dict[str, Way]:
+    """The ways to compute a forward."""
+    ids, positions = torch.zeros(num_tokens, dtype=torch.int32), torch.arange(num_tokens)
+
+    def attend(
+        layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        return query.contiguous()
+
+    native = native_regions(packed)
+    return {
+        "plain": lambda: plain(ids, positions, attend),
+        "compiled": lambda: plain(ids, positions, attend, compiled.regions),
+        "packed": lambda: packed(ids, positions, attend),
+        "both": lambda: packed(ids, positions, attend, compiled_packed.regions),
+        "native": lambda: packed(ids, positions, attend, native),
+    }
+
+
+@torch.inference_mode()
+def compare(label: str, ways: dict[str, Way], rounds: int) -> None:
+    """Print one line of least times."""
+    least = dict.fromkeys(ways, float("inf"))
+    for way in ways.values():
+        way()
+    for _ in range(rounds):
+        for name, way in ways.items():
+            time.sleep(NAP_SECONDS)
+            torch.ones(1 << 16).sum()  # wakes the threads
+            start = time.perf_counter()
+            way()
+            least[name] = min(least[name], 1e3 * (time.perf_counter() - start))
+    first = next(iter(least.values()))
+    columns = "   ".join(
+        f"{name} {best:6.2f} ms ({first / best:.2f}x)" for name, best in least.items()
     )
-    return select_backend("auto", spec)
-
-
-def make_metadata(query_len: int, num_seqs: int, context_len: int) -> AttentionMetadata:
-    """A step of equal sequences, their blocks in order."""
-    blocks_per_seq = -(-context_len // BLOCK_SIZE)
-    tables = np.arange(1, num_seqs * blocks_per_seq + 1, dtype=np.int32).reshape(num_seqs, -1)
-    positions = np.arange(context_len - query_len, context_len)
-    slots = tables[:, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE
-    bounds = np.arange(num_seqs + 1, dtype=np.int32) * query_len
-    contexts = np.full(num_seqs, context_len, dtype=np.int32)
-    return AttentionMetadata(
-        cu_seqlens_q=torch.from_numpy(bounds),
-        cu_seqlens_k=torch.arange(num_seqs + 1, dtype=torch.int32) * context_len,
-        max_seqlen_q=query_len,
-        max_seqlen_k=context_len,
-        slot_mapping=torch.from_numpy((slots + positions % BLOCK_SIZE).ravel()),
-        context_lens=torch.from_numpy(contexts),
-        block_tables=torch.from_numpy(tables),
-        num_decodes=num_seqs if query_len == 1 else 0,
-        block_size=BLOCK_SIZE,
-        cu_seqlens_q_cpu=bounds,
-        context_lens_cpu=contexts,
-        block_tables_cpu=tables,
-    )
-
-
-def make_step(
-    decoder: Decoder, regions: Regions, backend: AttentionBackend, metadata: AttentionMetadata
-) -> Callable[[], torch.Tensor]:
-    """One planned forward over a KV pool of its own."""
-    query_len, contexts = metadata.max_seqlen_q, metadata.context_lens_cpu
-    ids = torch.randint(0, 1000, (metadata.num_tokens,), dtype=torch.int32)
-    positions = torch.cat([torch.arange(c - query_len, c) for c in contexts.tolist()])
-    cache = PagedKVCache.allocate(backend.spec, 1 + metadata.block_tables.numel())
-    for tensor in (*cache.keys, *cache.values):
-        tensor.normal_()
-    attend = BoundAttention(backend=backend, plan=backend.plan(metadata), cache=cache)
-
-    def step() -> torch.Tensor:
-        with torch.inference_mode():
-            return decoder(ids, positions, attend, regions)
-
-    return step
+    print(f"{label}   {columns}", flush=True)
 
 
 def main() -> None:
-    """Print a line per step."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Print a line per number of tokens."""
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--context", type=int, default=512, help="tokens of each decode's context")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 128, 512])
     args = parser.parse_args()
-    path, dtype, cpu = resolve_model(args.model), DTYPES[args.dtype], torch.device("cpu")
-    config = load_decoder_config(path)
-    plain, packed = (load_decoder(config, path, dtype=dtype, device=cpu) for _ in range(2))
-    with tempfile.TemporaryDirectory() as directory:
-        layers = compile_layers(plain, max_tokens=MAX_TOKENS, cache_dir=Path(directory))
+    path = resolve_model(args.model)
+    config, cpu = load_decoder_config(path), torch.device("cpu")
+    plain, packed = (load_decoder(config, path, dtype=torch.bfloat16, device=cpu) for _ in range(2))
+    pack_decoder(packed)
+    compiled = [compiled_layers(decoder, max(args.tokens)) for decoder in (plain, packed)]
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {args.rounds} rounds")
-    print(f"compiled layers: {layers.as_dict()}")
-    ways = {"plain": (plain, PLAIN_REGIONS), "compiled": (plain, layers.regions)}
-    if dtype == torch.bfloat16:
-        packed.prepack()
-        ways["prepacked"] = (packed, PLAIN_REGIONS)
-    backend = make_backend(config, dtype)
-    for name, (query_len, num_seqs) in STEPS.items():
-        context_len = query_len if query_len > 1 else args.context
-        metadata = make_metadata(query_len, num_seqs, context_len)
-        steps = {way: make_step(*pair, backend, metadata) for way, pair in ways.items()}
-        times: dict[str, list[float]] = {way: [] for way in steps}
-        for round_ in range(args.rounds + 1):
-            for way, step in steps.items():
-                start = time.perf_counter()
-                step()
-                if round_ > 0:  # the first round warms up
-                    times[way].append(1e3 * (time.perf_counter() - start))
-        medians = {way: statistics.median(values) for way, values in times.items()}
-        columns = "   ".join(
-            f"{way} {median:6.1f} ms ({medians['plain'] / median:.2f}x)"
-            for way, median in medians.items()
-        )
-        print(f"{name:12s} {columns}")
-    print(f"compiled layers: {layers.as_dict()}")
+    for num_tokens in args.tokens:
+        compare(f"products {num_tokens:4d}", product_ways(plain, packed, num_tokens), args.rounds)
+        ways = forward_ways(plain, packed, *compiled, num_tokens)
+        compare(f"forward  {num_tokens:4d}", ways, args.rounds)
+    for layers in compiled:
+        print(f"compiled, at the end: {layers.as_dict()}")
 
 
 if __name__ == "__main__":

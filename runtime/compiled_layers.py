@@ -27,7 +27,7 @@ from graphs import RegionCompiler
 
 from .errors import ModelLoadError
 from .model_cache import build_directory_once, hash_file
-from .models import PLAIN_REGIONS, Decoder, Regions
+from .models import Decoder, Regions
 from .models.decoder import between
 
 logger = logging.getLogger("stepgraph.runtime")
@@ -37,14 +37,14 @@ _LIST = "files.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledLayers:
-    """The regions that a decoder is to run, and how they came about."""
+    """A decoder's compiled regions, or why there are none."""
 
-    regions: Regions
-    """Compiled, or the plain ones."""
+    regions: Regions | None = None
+    """None: nothing is compiled."""
     compiler: RegionCompiler | None = None
-    """Of the regions; None: they are plain."""
+    """Of the regions."""
     reason: str | None = None
-    """Why they are plain, where that was not asked for."""
+    """Why nothing is compiled, where that was not asked for."""
 
     def as_dict(self) -> dict[str, Any]:
         """The statistics in JSON's types."""
@@ -65,7 +65,7 @@ def compile_layers(
 ) -> CompiledLayers:
     """Compile a decoder's regions and run them once, so that no request waits for it.
 
-    Where they can't be compiled a warning says why, and the plain ones are returned.
+    Where they can't be compiled a warning says why, and there are none.
 
     Args:
         decoder: with all its weights in place.
@@ -91,7 +91,7 @@ def compile_layers(
     except RuntimeError as error:  # of the compiler's kinds too
         reason = _summary(error)
         logger.warning("layers can't be compiled and run uncompiled: %s", reason)
-        return CompiledLayers(regions=PLAIN_REGIONS, reason=reason)
+        return CompiledLayers(reason=reason)
     assert layers.compiler is not None
     totals = layers.compiler.statistics.values()
     logger.info(

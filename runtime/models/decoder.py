@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .linear import linear, prepack
+from .linear import linear
 from .rotary import gather_rotary, rotary_table, rotate
 
 if TYPE_CHECKING:
@@ -159,19 +159,6 @@ class Decoder(nn.Module):
         """Untie the head: logits come from `weight` [vocab_size, hidden_size] from now on."""
         self.lm_head = _parameter(weight)
 
-    def prepack(self) -> None:
-        """Bring all projections into the CPU's own layout, weight by weight, and the head too.
-
-        The plain weights are freed as it goes, except for a tied head's, which is the embedding:
-        there memory grows by one [vocab_size, hidden_size]. To be done only where
-        `prepack_refusal` has no reason against it.
-        """
-        for layer in self.layers:
-            for name in ("qkv_weight", "o_weight", "gate_up_weight", "down_weight"):
-                _replace(layer, name, prepack(getattr(layer, name)))
-        head = self.embed_tokens if self.lm_head is None else self.lm_head
-        _replace(self, "lm_head", prepack(head))
-
     def forward(
         self,
         input_ids: Tensor,
@@ -224,12 +211,6 @@ class Regions:
 
 PLAIN_REGIONS = Regions(enter=Decoder.enter, between=between, leave=Decoder.leave)
 """Operator by operator."""
-
-
-def _replace(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Put a tensor that can't be a parameter in the place of one."""
-    delattr(module, name)
-    module.register_buffer(name, tensor, persistent=False)
 
 
 def _parameter(data: Tensor) -> nn.Parameter:

@@ -159,7 +159,7 @@ def check_statistics(stats):
 def test_the_engine_gives_the_same_tokens(checkpoint, compiled_once, caplog):
     plain, stats = run(checkpoint("llama"))
     assert not stats["compile"]["enabled"]
-    assert stats["compile"]["reason"] == "the default on cpu, where it gains a few percent"
+    assert stats["compile"]["reason"] == "the default on cpu, where it gains a few percent at most"
     with caplog.at_level("INFO", logger="stepgraph.runtime"):
         compiled, stats = run(checkpoint("llama"), compile=True)
     assert compiled == plain

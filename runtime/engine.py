@@ -278,7 +278,8 @@ class Engine:
         the steps that were waited for; `step_sizes` has, by kind of step, pairs of a size before
         padding and its steps; `falls` counts the steps that ran eagerly though graphs are on, by
         reason, `dropped` names sizes without a graph, and `captures` has what each one took.
-        `num_target_misses` counts steps that could not keep itl_target_ms.
+        `num_target_misses` counts steps that could not keep itl_target_ms. `compile` has what
+        each compiled region took, and why layers run uncompiled.
         """
         config, ladders = self.config, self._runner.ladders
         return {
@@ -295,6 +296,7 @@ class Engine:
             **dataclasses.asdict(self.counters),
             **self._runner.statistics.as_dict(),
             "dropped": self._runner.dropped_graphs,
+            "compile": self._runner.compilation,
             "graph_bytes": self._runner.graph_bytes,
             "estimated_graph_bytes": self._runner.estimated_graph_bytes,
         }

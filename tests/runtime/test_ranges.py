@@ -7,6 +7,7 @@ import pytest
 from runtime import LLM, SamplingParams
 from runtime.ranges import Ranges
 
+SIZES = {"max_model_len": 64, "max_num_batched_tokens": 32}
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 
@@ -32,6 +33,14 @@ def recorded() -> tuple[Ranges, Recorder]:
     return ranges, recorder
 
 
+def assert_balanced(recorder: Recorder) -> None:
+    open_ranges = 0
+    for kind, _ in recorder.events:
+        open_ranges += 1 if kind == "push" else -1
+        assert open_ranges in (0, 1)
+    assert open_ranges == 0
+
+
 def test_a_range_carries_tokens_and_bucket_and_closes_on_an_exception():
     ranges, recorder = recorded()
     with pytest.raises(ZeroDivisionError), ranges("forward", 7, bucket=8):
@@ -51,10 +60,14 @@ def test_switched_on_without_a_profiler_or_cuda_it_runs():
         pass
 
 
-def test_every_stage_of_a_step_has_its_range_and_no_token_changes(checkpoint):
-    with LLM(checkpoint("llama"), max_model_len=64) as llm:
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+def test_every_stage_of_a_step_has_its_range_and_no_token_changes(
+    checkpoint, compiled_once, compiled
+):
+    with LLM(checkpoint("llama"), **SIZES) as llm:
         plain = llm.generate(["abc"], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
-    with LLM(checkpoint("llama"), max_model_len=64, nvtx=True) as llm:
+    with LLM(checkpoint("llama"), compile=compiled, nvtx=True, **SIZES) as llm:
+        assert llm.engine.stats()["compile"]["enabled"] == compiled
         ranges, recorder = recorded()
         llm.engine.ranges = llm.engine._runner._ranges = ranges
         outputs = llm.generate(["abc"], GREEDY, use_tqdm=False)
@@ -62,8 +75,19 @@ def test_every_stage_of_a_step_has_its_range_and_no_token_changes(checkpoint):
     names = [attributes[0] for kind, attributes in recorder.events if kind == "push"]
     step = ["schedule", "pack", "plan", "forward", "sample", "update"]
     assert names == [*step * 4, "detokenize"]
-    open_ranges = 0
-    for kind, _ in recorder.events:
-        open_ranges += 1 if kind == "push" else -1
-        assert open_ranges in (0, 1)
-    assert open_ranges == 0
+    assert_balanced(recorder)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+def test_ranges_are_closed_when_a_step_raises(checkpoint, compiled_once, compiled, monkeypatch):
+    with LLM(checkpoint("llama"), compile=compiled, nvtx=True, **SIZES) as llm:
+        ranges, recorder = recorded()
+        llm.engine.ranges = llm.engine._runner._ranges = ranges
+        with monkeypatch.context() as patch:
+            patch.setattr(type(llm.engine._runner._backend), "run", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                llm.generate(["abc"], GREEDY, use_tqdm=False)
+        assert recorder.events[-2:] == [("push", ("forward", None, 3)), ("pop", None)]
+        assert_balanced(recorder)
+        assert llm.generate(["abc"], GREEDY, use_tqdm=False)[0].finished
+        assert_balanced(recorder)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 
 from runtime import LLM, SamplingParams
@@ -67,3 +69,21 @@ def test_every_stage_of_a_step_has_its_range_and_no_token_changes(checkpoint):
         open_ranges += 1 if kind == "push" else -1
         assert open_ranges in (0, 1)
     assert open_ranges == 0
+
+
+def test_an_opener_takes_the_place_of_nvtx():
+    opened = []
+
+    def opener(name, num_tokens, bucket):
+        opened.append((name, num_tokens, bucket))
+        return nullcontext()
+
+    for enabled in (False, True):
+        ranges = Ranges(enabled=enabled)
+        ranges.opener = opener
+        with ranges("forward", 5, 8):
+            pass
+        ranges.opener = None
+        with ranges("forward", 6, 8):
+            pass
+    assert opened == [("forward", 5, 8)] * 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 
 from runtime import LLM, SamplingParams
@@ -91,3 +93,21 @@ def test_ranges_are_closed_when_a_step_raises(checkpoint, compiled_once, compile
         assert_balanced(recorder)
         assert llm.generate(["abc"], GREEDY, use_tqdm=False)[0].finished
         assert_balanced(recorder)
+
+
+def test_an_opener_takes_the_place_of_nvtx():
+    opened = []
+
+    def opener(name, num_tokens, bucket):
+        opened.append((name, num_tokens, bucket))
+        return nullcontext()
+
+    for enabled in (False, True):
+        ranges = Ranges(enabled=enabled)
+        ranges.opener = opener
+        with ranges("forward", 5, 8):
+            pass
+        ranges.opener = None
+        with ranges("forward", 6, 8):
+            pass
+    assert opened == [("forward", 5, 8)] * 2

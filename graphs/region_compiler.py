@@ -126,22 +126,23 @@ class RegionCompiler:
         backend = _Backend(self._compile_graph, self._cache_dir)
         self._backends[name] = backend
         copy, statistics = _own_copy(fn), backend.statistics
-        compiled: Callable[P, R] = leaf(torch.compile(copy, fullgraph=True, backend=backend))
+        compiled: Callable[..., R] = leaf(torch.compile(copy, fullgraph=True, backend=backend))
         # Dynamo's entries and the code refer to each other, unseen by the garbage collector.
         weakref.finalize(copy, reset_code, copy.__code__).atexit = False
 
         @functools.wraps(fn)
         def region(*args: P.args, **kwargs: P.kwargs) -> R:
+            assert not kwargs, "a region takes positional arguments"
             if not backend.is_warm:
                 with torch._dynamo.config.patch(_DYNAMO_SETTINGS):
-                    _mark_tokens((args, kwargs))
-                    result = compiled(*args, **kwargs)
+                    _mark_tokens(args)
+                    result = compiled(*map(_canonical, args))
                 _failed_guards(copy)
                 return result
             count = statistics.num_recompilations
             if count >= MAX_RECOMPILATIONS:
                 return fn(*args, **kwargs)
-            result = compiled(*args, **kwargs)
+            result = compiled(*map(_canonical, args))
             if statistics.num_recompilations > count:
                 self._on_recompilation(
                     f"nothing compiled fits a call of the region {name!r}, which ran uncompiled: "
@@ -195,6 +196,13 @@ def _own_copy(fn: Callable[P, R]) -> types.FunctionType:
     )
     copy.__kwdefaults__ = fn.__kwdefaults__
     return copy
+
+
+def _canonical(value: Any) -> Any:
+    """The same tensor; of one row, whose stride says nothing, guards would tell strides apart."""
+    if isinstance(value, torch.Tensor) and value.shape[0] == 1 and value.is_contiguous():
+        return value.view(value.shape)
+    return value
 
 
 def _mark_tokens(args: Any) -> None:

@@ -84,6 +84,8 @@ def compile_layers(
             leave=compiler.compile(Decoder.leave),
         )
         _warm_up(decoder, regions, compiler, max_tokens)
+        if not any(region.num_compilations for region in compiler.statistics.values()):
+            raise RuntimeError("torch.compile compiled nothing; is a stance set?")
         return CompiledLayers(regions=regions, compiler=compiler)
 
     try:
@@ -185,7 +187,8 @@ def _key(decoder: Decoder, max_tokens: int) -> str:
         machine = f"{_cpu()} {torch.get_num_threads()} threads"
     sources = sorted((Path(__file__).parent / "models").glob("*.py"))
     facts = (
-        *(decoder.config, decoder.embed_tokens.dtype, max_tokens, machine),
+        *(decoder.config, decoder.embed_tokens.dtype, type(decoder.layers[0].qkv_weight)),
+        *(max_tokens, machine),
         *(sys.version, torch.__version__, torch.version.git_version, torch.version.cuda),
         *(hash_file(source) for source in sources),
     )

@@ -88,6 +88,17 @@ def test_two_compilations_serve_forty_token_counts_and_all_layers(layers):
 
 
 @torch.inference_mode()
+def test_one_row_may_have_any_stride(layers):
+    _, compiled = warm(layers)
+    x, factors = inputs(1)
+    strided = torch.randn(1, WIDTH + 3)[:, :WIDTH]
+    strided.copy_(x)
+    assert strided.stride() != x.stride()
+    args = (*layers[:2], strided, factors)
+    assert torch.equal(compiled(*args)[0], region(*layers[:2], x, factors)[0])
+
+
+@torch.inference_mode()
 def test_a_call_that_nothing_fits_is_counted_reported_and_run_uncompiled(layers, caplog):
     compiler, compiled = warm(layers, on_recompilation=None)
     args = (*layers[:2], *inputs(7))

@@ -18,7 +18,13 @@ import torch
 from graphs import RegionCompiler
 from runtime import LLM, EngineConfig, SamplingParams
 from runtime.compiled_layers import compile_layers
-from runtime.models import Decoder, load_decoder, load_decoder_config
+from runtime.models import (
+    Decoder,
+    load_decoder,
+    load_decoder_config,
+    pack_decoder,
+    pack_refusal,
+)
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -60,6 +66,12 @@ def load(path, dtype, num_layers=2) -> Decoder:
     return longer
 
 
+def pack(decoder):
+    """As the engine does where it can, which is in bfloat16."""
+    if pack_refusal(decoder.embed_tokens.dtype, CPU) is None:
+        pack_decoder(decoder)
+
+
 def attend(layer, query, key, value):
     """Stands for attention: depends on all of its inputs."""
     queries_per_kv = query.shape[1] // key.shape[1]
@@ -83,6 +95,7 @@ def forward(decoder, num_tokens, regions=None):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_compilations_per_region_serve_forty_token_counts(checkpoint, tmp_path, family, dtype):
     decoder = load(checkpoint(family), dtype, num_layers=4)
+    pack(decoder)
     layers = compile_layers(
         decoder, max_tokens=MAX_TOKENS, cache_dir=tmp_path, new_compiler=tracing
     )
@@ -118,6 +131,7 @@ def test_compiled_layers_are_as_near_to_the_exact_result_as_plain_ones(
     """And as near to these as two ways of rounding can be."""
     decoder = load(checkpoint(family), dtype, num_layers=3)
     exact = copy.deepcopy(decoder).double()
+    pack(decoder)
     layers = compile_layers(
         decoder, max_tokens=MAX_TOKENS, cache_dir=compile_cache, new_compiler=forbidding
     )
@@ -213,6 +227,15 @@ def test_when_compiling_fails_layers_run_plainly_and_a_warning_says_so(
     assert [path for path in tmp_path.rglob("*") if path.suffix != ".lock"] == [
         tmp_path / "compiled"
     ]
+
+
+def test_when_torch_compiles_nothing_a_warning_says_so(checkpoint, tmp_path, caplog):
+    with torch.compiler.set_stance("force_eager"):
+        layers = compile_layers(
+            load(checkpoint("llama"), torch.float32), max_tokens=MAX_TOKENS, cache_dir=tmp_path
+        )
+    assert "compiled nothing" in layers.as_dict()["reason"]
+    assert "compiled nothing" in caplog.text
 
 
 def test_the_option_comes_from_argument_environment_or_device(checkpoint):

@@ -22,7 +22,7 @@ from .sampling_params import SamplingParams
 from .scheduler import Scheduler
 from .scheduler_config import SchedulerConfig
 from .sequence import Sequence
-from .step import ScheduledBatch, SequenceUpdates
+from .step import ScheduledBatch, SequenceUpdates, StepOutput
 from .step_cost import MeasuredCost, estimated_cost
 from .tokenizer import Tokenizer, load_end_token_ids
 
@@ -167,10 +167,23 @@ class Engine:
         If the batch fails, its sequences go back to the queue with all their tokens, and the
         error is raised: the engine is as it was, and the caller may retry or abort.
         """
+        self.scheduler.sizing.ladders = self._runner.ladders  # a graph may have been given up
         with self.ranges("schedule"):
             scheduled = self.scheduler.schedule()
         if scheduled.num_seqs == 0:
             return SequenceUpdates(sequences=[], token_ids=np.empty(0, np.int64), finished=[])
+        with self.ranges.step(scheduled.num_tokens, scheduled.num_seqs, scheduled.bucket):
+            output = self._execute(scheduled)
+            with self.ranges("update", scheduled.num_tokens):
+                updates = self.scheduler.update(scheduled, output)
+        self.counters.num_steps += 1
+        self.counters.num_prompt_tokens += scheduled.num_tokens - scheduled.num_decodes
+        self.counters.num_output_tokens += len(updates.sequences)
+        for sequence in updates.finished:
+            del self._sequences[sequence.request_id]
+        return updates
+
+    def _execute(self, scheduled: ScheduledBatch) -> StepOutput:
         captures = self._runner.statistics.captures
         start, num_captures = time.perf_counter(), len(captures)
         try:
@@ -180,15 +193,7 @@ class Engine:
             raise
         is_own_time = len(captures) == num_captures
         self._observe(scheduled, time.perf_counter() - start if is_own_time else None)
-        self.scheduler.sizing.ladders = self._runner.ladders  # a graph may have been given up
-        with self.ranges("update", scheduled.num_tokens):
-            updates = self.scheduler.update(scheduled, output)
-        self.counters.num_steps += 1
-        self.counters.num_prompt_tokens += scheduled.num_tokens - scheduled.num_decodes
-        self.counters.num_output_tokens += len(updates.sequences)
-        for sequence in updates.finished:
-            del self._sequences[sequence.request_id]
-        return updates
+        return output
 
     def _observe(self, scheduled: ScheduledBatch, seconds: float | None) -> None:
         """Teach the cost model, where the time is the step's own; None: it held a capture."""

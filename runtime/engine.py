@@ -229,6 +229,7 @@ class Engine:
             "graph_mode": config.graph_mode,
             "max_num_seqs": config.max_num_seqs,
             "max_num_batched_tokens": config.max_num_batched_tokens,
+            "num_kv_blocks": self._runner.num_kv_blocks,
             "ladders": {
                 "decode": list(ladders.decode.sizes) if ladders.decode else [],
                 "mixed": list(ladders.mixed.sizes) if ladders.mixed else [],

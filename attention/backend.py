@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
     from .metadata import AttentionMetadata, AttentionSpec
@@ -19,17 +21,26 @@ class AttentionPlan:
 
 
 class AttentionBackend(ABC):
-    """Computes causal attention over the paged KV cache for one model on one device."""
+    """Computes causal attention over the paged KV cache for one model on one device.
+
+    Args:
+        spec: what to attend.
+        cache_dir: where it may keep what it builds; None: stepgraph in the user's cache.
+    """
 
     name: ClassVar[str]
     """What users call the backend, as in select_backend(name, spec)."""
+    block_size_multiple: ClassVar[int] = 1
+    """What spec.block_size must be a multiple of."""
 
-    def __init__(self, spec: AttentionSpec) -> None:
+    def __init__(self, spec: AttentionSpec, *, cache_dir: Path | None = None) -> None:
         self.spec = spec
 
     @classmethod
     @abstractmethod
-    def unsupported_reasons(cls, spec: AttentionSpec) -> list[str]:
+    def unsupported_reasons(
+        cls, spec: AttentionSpec, *, cache_dir: Path | None = None
+    ) -> list[str]:
         """Say why this backend can't run spec here; an empty list means that it can."""
 
     @abstractmethod

@@ -8,20 +8,27 @@ but its arguments, so a captured call sees what the buffers hold by then. Source
 from __future__ import annotations
 
 import ctypes
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
 from .backend import AttentionBackend, AttentionPlan
 from .metadata import AttentionMetadata, AttentionSpec
-from .native_build import NativeBuildError, load_library, usable_levels
+from .native_build import (
+    ATTENTION_SOURCE,
+    NativeBuildError,
+    load_library,
+    usable_levels,
+    usable_library,
+)
 from .native_plan import CapturableNativePlan, NativePlan, make_plan
 from .paged_kv_cache import PagedKVCache
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, "
-    "Tensor slot_mapping, Tensor block_tables, Tensor work, float scale, int window, str level"
+    "Tensor slot_mapping, Tensor block_tables, Tensor work, float scale, int window, str library"
 )
 _NUM_CALL_WORDS = 25
 _PackedCall = ctypes.c_int64 * _NUM_CALL_WORDS
@@ -32,19 +39,23 @@ class NativeBackend(AttentionBackend):
 
     Args:
         spec: what to attend.
+        cache_dir: where the built library is kept; None: stepgraph in the user's cache.
         level: the vector instructions to use, a name from usable_levels(); None takes the best.
     """
 
     name: ClassVar[str] = "native"
 
-    def __init__(self, spec: AttentionSpec, *, level: str | None = None) -> None:
-        super().__init__(spec)
-        self.level = usable_levels()[0] if level is None else level
-        load_library(self.level)
+    def __init__(
+        self, spec: AttentionSpec, *, cache_dir: Path | None = None, level: str | None = None
+    ) -> None:
+        super().__init__(spec, cache_dir=cache_dir)
+        self.library = usable_library(ATTENTION_SOURCE, level or usable_levels()[0], cache_dir)
         self._windows = [0 if window is None else window for window in spec.windows]
 
     @classmethod
-    def unsupported_reasons(cls, spec: AttentionSpec) -> list[str]:
+    def unsupported_reasons(
+        cls, spec: AttentionSpec, *, cache_dir: Path | None = None
+    ) -> list[str]:
         """Other devices and dtypes are refused, and machines where the kernel can't be built.
 
         Builds it, so the first call may take some seconds.
@@ -56,9 +67,11 @@ class NativeBackend(AttentionBackend):
             reasons.append(f"dtype {spec.dtype} is none of {', '.join(map(str, _DTYPES))}")
         if not spec.scale > 0:
             reasons.append(f"scale {spec.scale} is not positive")
+        if spec.soft_cap is not None:
+            reasons.append("scores can't be capped")
         if not reasons:
             try:
-                load_library(usable_levels()[0])
+                usable_library(ATTENTION_SOURCE, usable_levels()[0], cache_dir)
             except NativeBuildError as error:
                 reasons.append(str(error))
         return reasons
@@ -97,7 +110,7 @@ class NativeBackend(AttentionBackend):
         args = (
             *(query, key, value, cache.keys[layer], cache.values[layer]),
             *(plan.slot_mapping, plan.block_tables, plan.layers[layer]),
-            *(self.spec.scale, self._windows[layer], self.level),
+            *(self.spec.scale, self._windows[layer], self.library),
         )
         if out is None:
             result: torch.Tensor = _operator(*args)
@@ -124,7 +137,7 @@ def _native_attention_out(  # noqa: PLR0913 - an operator's arguments are flat
     work: torch.Tensor,
     scale: float,
     window: int,
-    level: str,
+    library: str,
     *,
     out: torch.Tensor,
 ) -> None:
@@ -141,7 +154,7 @@ def _native_attention_out(  # noqa: PLR0913 - an operator's arguments are flat
         work: [n, WORK_COLUMNS] int32, contiguous; see NativePlan.
         scale: what scores are multiplied by.
         window: keys that a query sees, itself included; 0 for all.
-        level: which library to use.
+        library: path of the built library to use.
         out: [num_tokens, num_heads, head_dim], contiguous, of query's dtype.
     """
     query, key, value = (_rows_contiguous(tensor) for tensor in (query, key, value))
@@ -176,7 +189,7 @@ def _native_attention_out(  # noqa: PLR0913 - an operator's arguments are flat
         ctypes.c_int64.from_buffer(ctypes.c_double(scale)).value,
     )
     bad = ctypes.c_int64()
-    status = load_library(level).stepgraph_attend(packed, ctypes.byref(bad))
+    status = load_library(library).stepgraph_attend(packed, ctypes.byref(bad))
     if status:
         what = ("slot", "block")[status - 1]
         raise IndexError(f"{what} {bad.value} is outside the cache of {num_blocks} blocks")

@@ -11,6 +11,7 @@ a vector: [batch, num_kv_heads, rows * queries_per_kv, head_dim].
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -29,17 +30,22 @@ class TorchBackend(AttentionBackend):
 
     name: ClassVar[str] = "torch"
 
-    def __init__(self, spec: AttentionSpec) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: AttentionSpec, *, cache_dir: Path | None = None) -> None:
+        super().__init__(spec, cache_dir=cache_dir)
         self._dtype = compute_dtype(spec)
         self._extra_rows = _extra_rows(spec, self._dtype)
 
     @classmethod
-    def unsupported_reasons(cls, spec: AttentionSpec) -> list[str]:
-        """Only a dtype that isn't a usual floating type is refused."""
-        if spec.dtype in _DTYPES:
-            return []
-        return [f"dtype {spec.dtype} is none of {', '.join(map(str, _DTYPES))}"]
+    def unsupported_reasons(
+        cls, spec: AttentionSpec, *, cache_dir: Path | None = None
+    ) -> list[str]:
+        """A dtype that isn't a usual floating type is refused, and capped scores."""
+        reasons = []
+        if spec.dtype not in _DTYPES:
+            reasons.append(f"dtype {spec.dtype} is none of {', '.join(map(str, _DTYPES))}")
+        if spec.soft_cap is not None:
+            reasons.append("scores can't be capped")
+        return reasons
 
     def plan(self, metadata: AttentionMetadata) -> TorchPlan:
         """Make the index tensors and masks that all layers of the step use."""

@@ -14,12 +14,13 @@ if TYPE_CHECKING:
     from .errors import (
         ConfigError,
         InvalidRequestError,
+        LogitsProcessorError,
         ModelLoadError,
         NonFiniteLogitsError,
         UnsupportedModelError,
     )
     from .llm import LLM
-    from .outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from .outputs import CompletionOutput, Logprob, PromptScore, RequestMetrics, RequestOutput
     from .sampling_params import SamplingParams
 
 _MODULES = {
@@ -29,8 +30,11 @@ _MODULES = {
     "EngineConfig": "config",
     "InvalidRequestError": "errors",
     "LLM": "llm",
+    "LogitsProcessorError": "errors",
+    "Logprob": "outputs",
     "ModelLoadError": "errors",
     "NonFiniteLogitsError": "errors",
+    "PromptScore": "outputs",
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
     "SamplingParams": "sampling_params",
@@ -44,8 +48,11 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "InvalidRequestError",
+    "LogitsProcessorError",
+    "Logprob",
     "ModelLoadError",
     "NonFiniteLogitsError",
+    "PromptScore",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",

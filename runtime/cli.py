@@ -31,7 +31,18 @@ _ENGINE_FLAGS = (
     "policy",
     "attention_backend",
 )
-_SAMPLING_FLAGS = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens")
+_SAMPLING_FLAGS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
 
     for command in (generate, chat):
         command.add_argument("--model", default=EMBEDDED_MODEL, help="default: %(default)s")
+        command.add_argument("--stop", action="append", help="end at this text; may be repeated")
         command.add_argument(
             "--stats", type=Path, metavar="FILE", help="write how steps were launched, as JSON"
         )
@@ -103,7 +115,7 @@ def _generate(args: argparse.Namespace) -> int:
     from .llm import LLM
     from .sampling_params import SamplingParams
 
-    params = SamplingParams(**_given(args, _SAMPLING_FLAGS))
+    params = SamplingParams(**_given(args, (*_SAMPLING_FLAGS, "stop")))
     with LLM(args.model, **_given(args, _ENGINE_FLAGS)) as llm:
         start = time.monotonic()
         outputs = llm.generate(args.prompts, params, use_tqdm=sys.stderr.isatty())
@@ -121,7 +133,7 @@ def _chat(args: argparse.Namespace) -> int:
     from .llm import LLM
     from .sampling_params import SamplingParams
 
-    params = SamplingParams(**_given(args, _SAMPLING_FLAGS))
+    params = SamplingParams(**_given(args, (*_SAMPLING_FLAGS, "stop")))
     messages = [{"role": "system", "content": args.system}] if args.system else []
     with LLM(args.model, **_given(args, _ENGINE_FLAGS)) as llm:
         for message in _messages(args.message):
@@ -175,14 +187,13 @@ def _backends(args: argparse.Namespace) -> int:
     from attention import backend_names, rejected_backends
 
     from .config import EngineConfig
-    from .model_runner import attention_spec
     from .models import load_decoder_config, stored_dtype
 
     options = EngineConfig(model=args.model, **_given(args, ("dtype", "device", "block_size")))
     path = options.resolve_model()
     decoder = load_decoder_config(path)
     config = options.resolve(decoder, path, stored_dtype(path))
-    rejected = rejected_backends(attention_spec(config, decoder))
+    rejected = rejected_backends(config.attention_spec(decoder), cache_dir=config.cache_dir)
     for name in backend_names():
         reasons = rejected.get(name)
         print(f"{name}: {'can run' if reasons is None else '; '.join(reasons)}")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import numbers
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 import torch
 
+from attention import block_size_multiple, preferred_block_size
 from attention.metadata import MAX_BLOCK_SIZE
-from graphs import GraphMode
+from graphs import GraphMode, compiler_refusal
 from graphs.capture_sizes import CaptureLadders, CaptureSizes, parse_capture_sizes
 
 from . import model_source
+from .config_checks import max_logprobs, one_of, positive
 from .environment import read_environment
 from .errors import ConfigError
 from .resolved_config import LoadFormat, ResolvedConfig
@@ -27,11 +29,14 @@ from .step_cost import estimated_cost
 if TYPE_CHECKING:
     from .models import DecoderConfig
 
+logger = logging.getLogger("stepgraph.runtime")
+
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+DEFAULT_BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +67,9 @@ class EngineConfig:
     prompts come in. Smaller: shorter gaps between the tokens of running sequences."""
     max_prefill_chunk: int | None = None
     """Most prompt tokens of one sequence in a step; None: what the budget leaves."""
-    block_size: int = 16
-    """Tokens of a KV block: a power of two from 1 to 256."""
+    block_size: int | None = None
+    """Tokens of a KV block: a power of two from 1 to 256. None: 16, or 256 where attention runs
+    with flash_attn, whose kernels read pages of that size."""
     num_kv_blocks: int | None = None
     """KV blocks that sequences can use; None: as many as the memory options below give."""
     kv_cache_bytes: int | None = None
@@ -89,12 +95,19 @@ class EngineConfig:
     STEPGRAPH_LAZY_CAPTURE, else off."""
     bucket_fitting: bool = False
     """Shorten the last chunk of a step to a captured size where that saves time."""
+    compile: bool | None = None
+    """Compile what lies between two attention calls, by torch.compile, before the first request;
+    where no compiler is found a warning says so and layers run as they are. None:
+    STEPGRAPH_COMPILE, else True on CUDA and False on a CPU."""
     itl_target_ms: float | None = None
     """Longest gap that decoding sequences should see between two tokens, in milliseconds: prompts
     get what fits beside the decodes in steps of that length. None: what the budget leaves."""
     attention_backend: str | None = None
-    """"native", "torch", or "auto": the first that can run; None: STEPGRAPH_ATTENTION, else
-    "auto"."""
+    """"flashinfer" or "flash_attn" on CUDA, "native" on a CPU, "torch", or "auto": the first that
+    can run; None: STEPGRAPH_ATTENTION, else "auto"."""
+    max_logprobs: int = 20
+    """Most likeliest tokens that a request may want log-probabilities of, for each token of its
+    output or prompt; -1: the whole vocabulary."""
     seed: int = 0
     """Of the seeds given to requests that have none, and of dummy weights."""
     nvtx: bool | None = None
@@ -103,24 +116,24 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in _COUNTS:
             value = getattr(self, name)
-            if value is not None or name == "block_size":
-                object.__setattr__(self, name, _positive(name, value))
-        if self.block_size > MAX_BLOCK_SIZE or self.block_size & (self.block_size - 1):
-            raise ConfigError(
-                f"block_size={self.block_size} is not a power of two from 1 to {MAX_BLOCK_SIZE}"
-            )
-        _one_of("load_format", self.load_format, get_args(LoadFormat))
-        _one_of("policy", self.policy, get_args(Policy))
-        _one_of("dtype", self.dtype, ("auto", *DTYPES))
+            if value is not None:
+                object.__setattr__(self, name, positive(name, value))
+        size = self.block_size or 1
+        if size > MAX_BLOCK_SIZE or size & (size - 1):
+            raise ConfigError(f"block_size={size} is not a power of two from 1 to {MAX_BLOCK_SIZE}")
+        one_of("load_format", self.load_format, get_args(LoadFormat))
+        one_of("policy", self.policy, get_args(Policy))
+        one_of("dtype", self.dtype, ("auto", *DTYPES))
         if self.graph_mode is not None:
-            _one_of("graph_mode", self.graph_mode, get_args(GraphMode))
+            one_of("graph_mode", self.graph_mode, get_args(GraphMode))
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization={share!r} is not above 0 and at most 1")
         self._check_step_size_options()
-        for name in ("enable_prefix_caching", "bucket_fitting", "lazy_capture", "nvtx"):
+        object.__setattr__(self, "max_logprobs", max_logprobs(self.max_logprobs))
+        for name in ("enable_prefix_caching", "bucket_fitting", "compile", "lazy_capture", "nvtx"):
             value = getattr(self, name)
-            may_be_open = name in ("lazy_capture", "nvtx")
+            may_be_open = name in ("compile", "lazy_capture", "nvtx")
             if not isinstance(value, bool) and not (may_be_open and value is None):
                 raise ConfigError(f"{name}={value!r} is not True or False")
 
@@ -194,7 +207,7 @@ class EngineConfig:
                 f"bucket_fitting=True, but under graph_mode={graph_mode!r} no sizes are captured "
                 f"that prompts could be fitted to; use 'piecewise' or 'full_and_piecewise'"
             )
-        return ResolvedConfig(
+        resolved = ResolvedConfig(
             model_path=path,
             load_format=self.load_format,
             dtype=dtype,
@@ -203,7 +216,7 @@ class EngineConfig:
             max_num_seqs=num_seqs,
             max_num_batched_tokens=budget,
             max_prefill_chunk=self.max_prefill_chunk,
-            block_size=self.block_size,
+            block_size=self.block_size or DEFAULT_BLOCK_SIZE,
             num_kv_blocks=self.num_kv_blocks,
             kv_cache_bytes=self.kv_cache_bytes,
             gpu_memory_utilization=float(self.gpu_memory_utilization),
@@ -213,12 +226,17 @@ class EngineConfig:
             ladders=ladders,
             lazy_capture=self._resolve_switch("lazy_capture", env, reasons),
             bucket_fitting=self.bucket_fitting,
+            compile=self._resolve_compile(device, env, reasons),
             itl_target_ms=None if self.itl_target_ms is None else float(self.itl_target_ms),
             attention_backend=self.attention_backend or env.get("STEPGRAPH_ATTENTION", "auto"),
+            max_logprobs=self.max_logprobs,
             seed=self.seed,
             nvtx=self._resolve_switch("nvtx", env, reasons),
+            cache_dir=env.get("STEPGRAPH_CACHE_DIR", model_source.cache_directory()),
             reasons=reasons,
         )
+        block_size = self._resolve_block_size(resolved, decoder, reasons)
+        return dataclasses.replace(resolved, block_size=block_size)
 
     def _resolve_device(self, reasons: dict[str, str]) -> torch.device:
         if self.device == "auto":
@@ -289,6 +307,24 @@ class EngineConfig:
             )
         return self.max_num_seqs
 
+    def _resolve_block_size(
+        self, resolved: ResolvedConfig, decoder: DecoderConfig, reasons: dict[str, str]
+    ) -> int:
+        """Last, since which attention backend runs depends on the other choices."""
+        backend = resolved.attention_backend
+        if self.block_size is None:
+            spec = resolved.attention_spec(decoder)
+            size, why = preferred_block_size(backend, spec, cache_dir=resolved.cache_dir)
+            reasons["block_size"] = why
+            return size
+        multiple = block_size_multiple(backend)
+        if self.block_size % multiple:
+            raise ConfigError(
+                f"block_size={self.block_size} is not a multiple of {multiple}, as "
+                f"attention_backend={backend!r} needs; leave block_size open, or ask for {multiple}"
+            )
+        return self.block_size
+
     def _resolve_switch(self, name: str, env: Mapping[str, Any], reasons: dict[str, str]) -> bool:
         value, variable = getattr(self, name), f"STEPGRAPH_{name.upper()}"
         if value is None and variable in env:
@@ -306,6 +342,21 @@ class EngineConfig:
             return cast("GraphMode", env["STEPGRAPH_GRAPH_MODE"])
         reasons["graph_mode"] = f"the default on {device.type}"
         return "none" if device.type == "cpu" else "full_and_piecewise"
+
+    def _resolve_compile(
+        self, device: torch.device, env: Mapping[str, Any], reasons: dict[str, str]
+    ) -> bool:
+        wanted = self._resolve_switch("compile", env, reasons)
+        if self.compile is None and "compile" not in reasons:
+            wanted = device.type == "cuda"
+            # profiling/RESULTS.md compares it with native regions.
+            why = "" if wanted else ", where it gains a few percent at most"
+            reasons["compile"] = f"the default on {device.type}{why}"
+        refusal = compiler_refusal(device) if wanted else None
+        if refusal is not None:
+            reasons["compile"] = refusal
+            logger.warning("layers can't be compiled and run uncompiled: %s", refusal)
+        return wanted and refusal is None
 
     def _resolve_ladders(
         self,
@@ -344,20 +395,3 @@ _COUNTS = (
     "num_kv_blocks",
     "kv_cache_bytes",
 )
-
-
-def _positive(name: str, value: object) -> int:
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise ConfigError(f"{name}={value!r} is not a whole number") from None
-    if number < 1:
-        raise ConfigError(f"{name}={number} is below 1")
-    return number
-
-
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name}={value!r} is not one of {', '.join(allowed)}")

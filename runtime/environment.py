@@ -69,8 +69,8 @@ _LEVELS = ("debug", "info", "warning", "error")
 VARIABLES: tuple[Variable, ...] = (
     Variable(
         name="STEPGRAPH_ATTENTION",
-        parse=_choice("auto", "native", "torch"),
-        allowed="auto | native | torch",
+        parse=_choice("auto", "flashinfer", "flash_attn", "native", "torch"),
+        allowed="auto | flashinfer | flash_attn | native | torch",
         default="auto",
         help="attention backend",
     ),
@@ -80,6 +80,13 @@ VARIABLES: tuple[Variable, ...] = (
         allowed='sizes and ranges start-stop:step with commas between, as in "1,2,4,8-64:8,128"',
         default="chosen by the graph mode",
         help="sizes that steps are padded to: of decode steps in sequences, of others in tokens",
+    ),
+    Variable(
+        name="STEPGRAPH_COMPILE",
+        parse=_parse_switch,
+        allowed="0 | 1",
+        default="0 on a CPU, 1 on CUDA",
+        help="compile what lies between attention calls",
     ),
     Variable(
         name="STEPGRAPH_GRAPH_MODE",
@@ -121,7 +128,7 @@ VARIABLES: tuple[Variable, ...] = (
         parse=_parse_path,
         allowed="an absolute path",
         default="stepgraph in the user's cache directory",
-        help="where fetched and converted models are kept",
+        help="where fetched and converted models, built libraries and compiled layers are kept",
     ),
 )
 

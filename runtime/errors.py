@@ -19,3 +19,7 @@ class UnsupportedModelError(ModelLoadError):
 
 class NonFiniteLogitsError(RuntimeError):
     """The model gave one sequence only NaN or infinite logits; that sequence ends, others go on."""
+
+
+class LogitsProcessorError(RuntimeError):
+    """A request's own logits processor failed; that request ends, others go on."""

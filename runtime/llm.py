@@ -14,12 +14,11 @@ from typing import Any
 import torch
 
 from .config import EngineConfig
-from .detokenizer import DetokenizerFactory
 from .engine import Engine
 from .errors import InvalidRequestError
 from .interrupts import deferred_interrupts
 from .log import configure_logging
-from .outputs import CompletionOutput, RequestMetrics, RequestOutput
+from .outputs import PromptScore, RequestOutput
 from .progress import Progress
 from .prompts import (
     Conversation,
@@ -61,8 +60,9 @@ class LLM:
         options = EngineConfig(model=str(model), **config)
         options = dataclasses.replace(options, model=str(options.resolve_model()))
         self.tokenizer = load_tokenizer(options.resolve_tokenizer())
-        self._detokenizers = DetokenizerFactory(self.tokenizer)
         self._engine = Engine(options, tokenizer=self.tokenizer)
+        assert self._engine.outputs is not None, "the engine has a tokenizer"
+        self._outputs = self._engine.outputs
 
     @property
     def engine(self) -> Engine:
@@ -88,7 +88,8 @@ class LLM:
 
         Returns:
             One output per prompt, in the order of the prompts. A sequence whose logits became
-            NaN ends with finish_reason "error" and leaves the others alone.
+            NaN, or whose own logits processor failed, ends with finish_reason "error" and leaves
+            the others alone.
 
         Raises:
             InvalidRequestError: a prompt can't be served; its place is named, none was queued.
@@ -126,16 +127,51 @@ class LLM:
         ]
         return self._run(prompts, sampling_params, use_tqdm)
 
+    def score(self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = True) -> list[PromptScore]:
+        """How likely the model finds the prompts, without generating from them.
+
+        Each runs with `prompt_logprobs` and the one output token that a request has at least.
+
+        Args:
+            prompts: as in `generate`; each needs at least two tokens.
+            use_tqdm: show a progress bar.
+
+        Returns and raises: one score per prompt; as `generate`.
+        """
+        encoded = encode_prompts(prompts, self.tokenizer)
+        for index, prompt in enumerate(encoded):
+            if len(prompt.token_ids) == 1:
+                raise InvalidRequestError(
+                    f"prompt {index}: nothing predicts the only token; give at least two"
+                )
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        scores = []
+        for output in self._run(encoded, params, use_tqdm):
+            assert output.prompt_logprobs is not None, "they were asked for"
+            ids = output.prompt_token_ids
+            pairs = zip(ids, output.prompt_logprobs, strict=True)
+            own = [found[id_].logprob for id_, found in pairs if found is not None]
+            scores.append(PromptScore(prompt_token_ids=ids, logprobs=own))
+        return scores
+
     def stream_chat(
         self, messages: Conversation, sampling_params: SamplingParams | None = None
     ) -> Iterator[str]:
         """Answer one conversation piece by piece; the joined pieces are the answer's text.
 
         Leaving the iteration early aborts the request.
+
+        Raises:
+            InvalidRequestError: params that ask for what a stream of text doesn't have.
         """
-        engine, params = self.engine, sampling_params or SamplingParams()
+        engine, (params,) = self.engine, list_sampling_params(sampling_params, 1)
+        for name, off in (("logprobs", None), ("prompt_logprobs", None), ("detokenize", True)):
+            if (value := getattr(params, name)) != off:
+                raise InvalidRequestError(
+                    f"{name}={value!r} has no place in a stream of text; use chat"
+                )
         prompt = self.tokenizer.apply_chat_template(messages)
-        detokenizer = self._detokenizers.create(skip_special_tokens=params.skip_special_tokens)
+        text = self._outputs.text(params)
         sequence = engine.add_request(prompt, params)
         try:
             while not sequence.is_finished:
@@ -143,10 +179,11 @@ class LLM:
                     updates = engine.step()
                 for updated, token_id in zip(updates.sequences, updates.token_ids, strict=True):
                     if updated is sequence:
-                        yield detokenizer.push([int(token_id)])
+                        is_ended = sequence.is_ended_by_token
+                        yield text.push([int(token_id)], is_ended_by_token=is_ended)
             if sequence.error is not None:
                 raise sequence.error
-            yield detokenizer.finish()
+            yield text.finish()
         finally:
             engine.abort(sequence.request_id)
 
@@ -210,31 +247,4 @@ class LLM:
             for sequence in sequences:
                 engine.abort(sequence.request_id)  # none is left unless something was raised
         with engine.ranges("detokenize", sum(len(s.token_ids) for s in sequences)):
-            return [self._output(*pair) for pair in zip(prompts, sequences, strict=True)]
-
-    def _output(self, prompt: EncodedPrompt, sequence: TokenSequence) -> RequestOutput:
-        token_ids = sequence.output_token_ids
-        detokenizer = self._detokenizers.create(
-            skip_special_tokens=sequence.params.skip_special_tokens
-        )
-        completion = CompletionOutput(
-            index=0,
-            text=detokenizer.push(token_ids) + detokenizer.finish(),
-            token_ids=token_ids,
-            finish_reason=sequence.finish_reason,
-            error=None if sequence.error is None else str(sequence.error),
-        )
-        return RequestOutput(
-            request_id=sequence.request_id,
-            prompt=prompt.text,
-            prompt_token_ids=sequence.token_ids[: sequence.num_prompt_tokens].tolist(),
-            outputs=[completion],
-            finished=sequence.is_finished,
-            num_cached_tokens=sequence.num_cached_tokens,
-            metrics=RequestMetrics(
-                arrival_time=sequence.arrival_time,
-                first_token_time=sequence.first_token_time,
-                finish_time=sequence.finish_time,
-                num_preemptions=sequence.num_preemptions,
-            ),
-        )
+            return [self._outputs.build(*pair) for pair in zip(prompts, sequences, strict=True)]

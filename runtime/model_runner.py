@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import logging
 import sys
 import time
+from typing import Any
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from attention import AttentionSpec, PagedKVCache, select_backend
+from attention import PagedKVCache, select_backend
 from graphs import (
     CaptureLadders,
     GraphOptions,
@@ -22,16 +24,26 @@ from graphs import (
     StepStatistics,
 )
 
+from .compiled_layers import CompiledLayers, compile_layers
 from .input_batch import InputBatch, pack
 from .kv_memory import cpu_kv_bytes, cuda_kv_bytes, estimated_graph_bytes, size_kv_pool
-from .models import DecoderConfig, load_decoder, prepack_refusal
+from .models import (
+    PLAIN_REGIONS,
+    DecoderConfig,
+    Regions,
+    load_decoder,
+    native_regions,
+    pack_decoder,
+    pack_refusal,
+    region_refusal,
+)
 from .ranges import Ranges
 from .resolved_config import ResolvedConfig
 from .row_table import RowTable
-from .sampler import sample
 from .sampling_params import SamplingParams
 from .staging import StagingBuffer
 from .step import ScheduledBatch, StepOutput
+from .token_sampler import TokenSampler, to_step_output
 
 logger = logging.getLogger("stepgraph.runtime")
 
@@ -42,7 +54,6 @@ class ModelRunner:
     Args:
         config: the resolved options.
         decoder_config: the model's shape.
-        end_token_ids: ids that may not be drawn before a sequence's min_tokens.
         ranges: opens the NVTX ranges pack, plan, forward and sample.
     """
 
@@ -50,11 +61,9 @@ class ModelRunner:
         self,
         config: ResolvedConfig,
         decoder_config: DecoderConfig,
-        end_token_ids: tuple[int, ...],
         ranges: Ranges,
     ) -> None:
         self._config = config
-        self._end_token_ids = end_token_ids
         self._ranges = ranges
         self._model = load_decoder(
             # No position past max_model_len occurs, so the rotary table need not hold one.
@@ -65,11 +74,17 @@ class ModelRunner:
             load_format=config.load_format,
             seed=config.seed,
         )
-        self._prepack_weights()
-        self._spec = attention_spec(config, decoder_config)
-        self._backend = select_backend(config.attention_backend, self._spec)
+        self._pack_weights()
+        self._layers = self._compile_layers()
+        regions = self._layers.regions or self._uncompiled_regions()
+        self._forward = functools.partial(self._model, regions=regions)
+        self._spec = config.attention_spec(decoder_config)
+        self._backend = select_backend(
+            config.attention_backend, self._spec, cache_dir=config.cache_dir
+        )
         self._staging = StagingBuffer(config.device)
         self._rows = self._new_row_table()
+        self._sampler = TokenSampler(config.max_num_seqs, decoder_config.vocab_size, config.device)
         self.estimated_graph_bytes: int | None = None
         """What was kept free of KV blocks for the graphs; None: the pool's size was given."""
         cache = self._allocate_kv_pool()
@@ -94,16 +109,22 @@ class ModelRunner:
         """Sizes that were to be captured and have no graph, each with the reason."""
         return {f"{mode} {size}": why for (mode, size), why in self._graphs.dropped.items()}
 
+    @property
+    def compilation(self) -> dict[str, Any]:
+        """Whether layers are compiled, why not, and what compiling each region took."""
+        return self._layers.as_dict()
+
     def execute(self, scheduled: ScheduledBatch) -> StepOutput:
         """Run one step that has at least one token."""
         with self._ranges("pack", scheduled.num_tokens):
             self._rows.apply(scheduled)
-            batch = pack(self._rows, scheduled, self._staging, self._end_token_ids)
+            self._sampler.admit(scheduled)
+            batch = pack(self._rows, scheduled, self._staging)
         return self._run(batch, scheduled, self._graphs)
 
     @torch.inference_mode()
     def _run(self, batch: InputBatch, scheduled: ScheduledBatch, graphs: GraphRunner) -> StepOutput:
-        num_tokens, num_sampled = scheduled.num_tokens, len(scheduled.sampled)
+        num_tokens = scheduled.num_tokens
         uniform = scheduled.is_uniform_decode
         launch = graphs.dispatch(num_tokens, scheduled.num_seqs, uniform)
         start = time.perf_counter()  # a capture at first use isn't the step's own time
@@ -111,23 +132,38 @@ class ModelRunner:
             step = graphs.prepare(launch, batch.input_ids, batch.positions, batch.metadata)
         with self._ranges("forward", num_tokens, 0 if step.launch.mode == "eager" else launch.size):
             hidden = graphs.run(step, batch.logits_indices)
-        if num_sampled == 0:
+        if len(hidden) == 0:
             return StepOutput(token_ids=np.empty(0, np.int64), is_valid=np.empty(0, bool))
-        with self._ranges("sample", num_sampled):
-            sampled = sample(self._model.compute_logits(hidden), batch.sampling)
-            token_ids = torch.where(sampled.is_valid, sampled.token_ids, -1)
-            ids = token_ids.cpu().numpy()  # sync: the scheduler needs the ids to go on
+        with self._ranges("sample", len(hidden)):
+            drawn = self._sampler.draw(self._model.compute_logits, hidden, batch)
+            output = to_step_output(drawn, batch)
         graphs.statistics.add_seconds(step.launch, time.perf_counter() - start)
-        return StepOutput(token_ids=ids, is_valid=ids >= 0)
+        return output
 
-    def _prepack_weights(self) -> None:
-        config = self._config
-        refusal = prepack_refusal(config.dtype, config.device)
-        if refusal is None and config.graph_mode != "none":
-            refusal = "prepacked weights have no address that a captured graph could hold"
+    def _pack_weights(self) -> None:
+        config, model = self._config, self._model
+        refusal = pack_refusal(config.dtype, config.device, cache_dir=config.cache_dir)
         if refusal is None:
-            self._model.prepack()
-        logger.info("weights prepacked: %s", "yes" if refusal is None else f"no, {refusal}")
+            pack_decoder(model, cache_dir=config.cache_dir)
+        elif config.device.type == "cpu" and config.dtype == torch.bfloat16:
+            logger.warning(
+                "weights can't be packed for this CPU: %s. Steps will take several times as long",
+                refusal,
+            )
+        logger.info("weights packed: %s", "yes" if refusal is None else f"no, {refusal}")
+
+    def _uncompiled_regions(self) -> Regions:
+        refusal = region_refusal(self._model)
+        logger.info("native regions: %s", "yes" if refusal is None else f"no, {refusal}")
+        return native_regions(self._model) if refusal is None else PLAIN_REGIONS
+
+    def _compile_layers(self) -> CompiledLayers:
+        config = self._config
+        if not config.compile:
+            return CompiledLayers(reason=config.reasons.get("compile"))
+        return compile_layers(
+            self._model, max_tokens=config.max_num_batched_tokens, cache_dir=config.cache_dir
+        )
 
     # -- graphs -----------------------------------------------------------------------------
 
@@ -160,7 +196,7 @@ class ModelRunner:
         self, cache: PagedKVCache, options: GraphOptions, pool: GraphPool
     ) -> GraphRunner:
         return GraphRunner(
-            self._model,
+            self._forward,
             self._backend,
             cache,
             options,
@@ -264,24 +300,10 @@ class ModelRunner:
         scheduled = largest_step(self._config)
         rows = self._new_row_table()
         rows.apply(scheduled)
-        batch = pack(rows, scheduled, self._staging, self._end_token_ids)
+        batch = pack(rows, scheduled, self._staging)
         cache = PagedKVCache.allocate(self._spec, 2)
         graphs = self._new_graph_runner(cache, self._no_graphs(), self._new_graph_pool())
         self._run(batch, scheduled, graphs)
-
-
-def attention_spec(config: ResolvedConfig, decoder: DecoderConfig) -> AttentionSpec:
-    """What a model's attention is, as the backends see it."""
-    return AttentionSpec(
-        num_heads=decoder.num_heads,
-        num_kv_heads=decoder.num_kv_heads,
-        head_dim=decoder.head_dim,
-        dtype=config.dtype,
-        device=config.device,
-        block_size=config.block_size,
-        windows=decoder.windows,
-        scale=decoder.head_dim**-0.5,
-    )
 
 
 def largest_step(config: ResolvedConfig) -> ScheduledBatch:

@@ -49,15 +49,12 @@ class Case(NamedTuple):
     head_dim: int = 8
 
     def setup(self, mode: str, **options) -> Setup:
-        backend = make_backend(self.backend, tiny_spec(*self._shape))
-        narrow = {"tolerance": 0.1, "same_tokens": False}
-        compared = {} if self.dtype == torch.float32 else narrow
-        model = tiny_model(*self._shape)
+        spec = tiny_spec(self.device, self.dtype, head_dim=self.head_dim)
+        model = tiny_model(self.device, self.dtype, head_dim=self.head_dim)
+        # float16 through three layers, on results of about unit size; logits are larger.
+        compared = {} if self.dtype == torch.float32 else {"tolerance": 0.05, "tie": 0.2}
+        backend = make_backend(self.backend, spec)
         return Setup(model, mode, backend=backend, compared=compared, **options)
-
-    @property
-    def _shape(self) -> tuple[torch.device, torch.dtype, int]:
-        return self.device, self.dtype, self.head_dim
 
     def __str__(self) -> str:
         return f"{self.device.type}-{self.backend}-{str(self.dtype).removeprefix('torch.')}"
@@ -216,7 +213,7 @@ def test_the_plan_follows_lengths_from_10_to_5000_and_across_a_blocks_end(
     """Two kinds of layers, one with a window; a random cache in place of computed tokens."""
     spec, max_blocks = tiny_spec(CPU), -(-(LONG + 1) // BLOCK_SIZE)
     backend = make_backend("native", spec)
-    model = tiny_model(CPU, max_position_embeddings=LONG + 1)
+    model = tiny_model(CPU, max_model_len=LONG + 1)
     cache = PagedKVCache.allocate(spec, 1 + 4 * max_blocks)
     torch.manual_seed(0)
     for tensor in (*cache.keys, *cache.values):

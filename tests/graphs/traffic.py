@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +31,7 @@ BUDGET = 16
 NUM_BLOCKS = 30
 
 
-def tiny_config(head_dim: int = 8) -> DecoderConfig:
+def tiny_config(max_model_len: int = MAX_MODEL_LEN, *, head_dim: int = 8) -> DecoderConfig:
     return DecoderConfig(
         architecture="Qwen3ForCausalLM",
         vocab_size=VOCAB,
@@ -49,8 +48,8 @@ def tiny_config(head_dim: int = 8) -> DecoderConfig:
         mlp_bias=False,
         qk_norm=True,
         tie_word_embeddings=False,
-        rope=RopeConfig(original_max_position=MAX_MODEL_LEN),
-        max_position_embeddings=MAX_MODEL_LEN,
+        rope=RopeConfig(original_max_position=max_model_len),
+        max_position_embeddings=max_model_len,
         declared_dtype=None,
     )
 
@@ -58,13 +57,11 @@ def tiny_config(head_dim: int = 8) -> DecoderConfig:
 def tiny_model(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
-    head_dim: int = 8,
+    max_model_len: int = MAX_MODEL_LEN,
     *,
-    max_position_embeddings: int = MAX_MODEL_LEN,
+    head_dim: int = 8,
 ) -> Decoder:
-    config = dataclasses.replace(
-        tiny_config(head_dim), max_position_embeddings=max_position_embeddings
-    )
+    config = tiny_config(max_model_len, head_dim=head_dim)
     model = load_decoder(config, Path(), dtype=dtype, device=device, load_format="dummy", seed=1)
     for name, parameter in model.named_parameters():
         if "norm" not in name:
@@ -73,16 +70,20 @@ def tiny_model(
 
 
 def tiny_spec(
-    device: torch.device, dtype: torch.dtype = torch.float32, head_dim: int = 8
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    block_size: int = BLOCK_SIZE,
+    *,
+    head_dim: int = 8,
 ) -> AttentionSpec:
-    config = tiny_config(head_dim)
+    config = tiny_config(head_dim=head_dim)
     return AttentionSpec(
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=dtype,
         device=device,
-        block_size=BLOCK_SIZE,
+        block_size=block_size,
         windows=config.windows,
         scale=config.head_dim**-0.5,
     )
@@ -117,13 +118,21 @@ def assert_same_blocks(one: PagedKVCache, other: PagedKVCache, tolerance: float)
 class Traffic:
     """Random requests through the real scheduler, with few enough blocks to preempt."""
 
-    def __init__(self, device: torch.device, *, num_blocks: int = NUM_BLOCKS) -> None:
-        self.blocks = BlockManager(num_blocks, BLOCK_SIZE)
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        num_blocks: int = NUM_BLOCKS,
+        block_size: int = BLOCK_SIZE,
+        max_model_len: int = MAX_MODEL_LEN,
+        budget: int = BUDGET,
+    ) -> None:
+        self.blocks = BlockManager(num_blocks, block_size)
         config = SchedulerConfig(
-            max_num_seqs=MAX_SEQS, max_num_batched_tokens=BUDGET, max_model_len=MAX_MODEL_LEN
+            max_num_seqs=MAX_SEQS, max_num_batched_tokens=budget, max_model_len=max_model_len
         )
         self.scheduler = Scheduler(config, self.blocks, clock=lambda: 0.0)
-        self._rows = RowTable(MAX_SEQS, MAX_BLOCKS, BLOCK_SIZE)
+        self._rows = RowTable(MAX_SEQS, -(-max_model_len // block_size), block_size)
         self._staging = StagingBuffer(device)
         self._num_requests = 0
         self.num_cached_tokens = 0
@@ -142,9 +151,9 @@ class Traffic:
         self.scheduler.add(sequence)
         self._num_requests += 1
 
-    def add_random(self, rng: np.random.Generator) -> None:
+    def add_random(self, rng: np.random.Generator, max_length: int = 30) -> None:
         """Half of the prompts begin alike, so that the prefix cache hits."""
-        length = int(rng.integers(1, 30))
+        length = int(rng.integers(1, max_length))
         prompt = rng.integers(0, VOCAB, length)
         if rng.random() < 0.5:
             prompt[:] = np.arange(length) % VOCAB
@@ -167,8 +176,8 @@ class Comparison:
     """Runs each step three times: by the runner, eagerly on its padded inputs, and unpadded.
 
     Each has a cache of its own, in which whatever no step wrote stays NaN. The first two must
-    agree bit for bit, the third within `tolerance`, and in its tokens too unless the dtype is too
-    narrow for that (`same_tokens`): it attends with the reference backend.
+    agree bit for bit, the third within `tolerance`. Tokens may differ from those of the third
+    where its best logits lie within `tie`.
     """
 
     def __init__(
@@ -179,14 +188,14 @@ class Comparison:
         cache: PagedKVCache,
         *,
         tolerance: float = 1e-5,
-        same_tokens: bool = True,
+        tie: float = 0.0,
     ) -> None:
         self.model = model
         self._compute_logits = model.compute_logits
         self._backend = backend
         self._runner = runner
         self._tolerance = tolerance
-        self._same_tokens = same_tokens
+        self._tie = tie
         self._cache = cache
         self._reference = TorchBackend(backend.spec)
         num_blocks = cache.num_blocks
@@ -219,8 +228,9 @@ class Comparison:
         assert_same_blocks(self._cache, self._reference_cache, self._tolerance)
         rows = batch.logits_indices
         token_ids = self._compute_logits(hidden[rows]).argmax(-1)
-        if self._same_tokens:
-            assert torch.equal(token_ids, self._compute_logits(reference[rows]).argmax(-1))
+        expected = self._compute_logits(reference[rows])
+        chosen = expected.gather(1, token_ids[:, None])[:, 0]
+        assert bool((expected.amax(-1) - chosen <= self._tie).all())
         return token_ids.cpu().numpy()
 
     def start_over(self) -> None:

@@ -44,12 +44,24 @@ def test_statistics_are_written_where_they_are_asked_for(checkpoint, tmp_path, c
     assert "No such file or directory" in capsys.readouterr().err
 
 
+def test_stop_strings_and_penalties_are_flags_too(checkpoint, capsys):
+    arguments = ["generate", "abc", "--model", str(checkpoint("llama")), "--temperature", "0"]
+    arguments += ["--max-tokens", "9", "--min-tokens", "2", "--repetition-penalty", "1.2"]
+    assert main(arguments) == 0
+    assert "[9 tokens" in capsys.readouterr().err
+    stops = [flag for letter in map(chr, range(33, 127)) for flag in ("--stop", letter)]
+    assert main([*arguments, *stops, "--stop", "\N{REPLACEMENT CHARACTER}"]) == 0
+    assert "[3 tokens" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (["generate", "a", "--model", "no such thing"], "no such thing"),
         (["generate", "a", "--temperature", "hot"], "temperature"),
         (["generate", "a", "--top-p", "7"], "top_p"),
+        (["generate", "a", "--presence-penalty", "3"], "presence_penalty=3 "),
+        (["chat", "a", "--stop", "b", "--stop", ""], "stop[1]='' is empty"),
     ],
 )
 def test_refusals_are_one_line(arguments, text, capsys):
@@ -84,5 +96,7 @@ def test_env_shows_every_variable_with_value_and_source(capsys, monkeypatch):
 def test_backends_are_listed_with_the_reasons_against_them(checkpoint, capsys):
     assert main(["backends", "--model", str(checkpoint("llama")), "--dtype", "float32"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines] == ["native", "torch"]
+    names = [line.split(":")[0] for line in lines]
+    assert names == ["flashinfer", "flash_attn", "native", "torch"]
+    assert "flashinfer: device cpu is not a CUDA device; dtype torch.float32 is none of" in lines[0]
     assert lines[-1] == "torch: can run"

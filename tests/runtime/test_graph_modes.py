@@ -12,6 +12,7 @@ import json
 import pytest
 import torch
 
+from attention.native_build import usable_levels
 from graphs import GraphRunner
 from runtime import LLM, ConfigError, SamplingParams
 from runtime.model_runner import ModelRunner
@@ -218,11 +219,17 @@ def test_no_step_leaves_the_default_ladders(checkpoint, mode):
     assert (stats["ladders"]["mixed"] == []) == (mode == "full")
 
 
-def test_bfloat16_weights_stay_plain_under_graphs(checkpoint):
-    _, stats = run(
+def test_bfloat16_steps_under_graphs_use_packed_weights_too(checkpoint, caplog):
+    caplog.set_level("INFO", logger="stepgraph.runtime")
+    eager, _ = run(checkpoint("llama"), dtype="bfloat16")
+    graphs, stats = run(
         checkpoint("llama"), dtype="bfloat16", graph_mode="piecewise", capture_sizes=SIZES
     )
     assert (stats["dropped"], stats["falls"]) == ({}, {})
+    assert len({line for line in caplog.messages if line.startswith("weights packed")}) == 1
+    if "weights packed: yes" in caplog.messages and usable_levels()[0] != "amx":
+        # Neither padding nor what shares a step changes a row's products.
+        assert graphs == eager
 
 
 def test_full_graphs_are_left_out_where_the_backend_has_none(checkpoint, caplog):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,8 +17,8 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from runtime.models import decoder as decoder_module
-from runtime.models.decoder import rms_norm
+from runtime.models import PLAIN_REGIONS
+from runtime.models.decoder import between, rms_norm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,7 +58,10 @@ def test_logits_equal_transformers_for_every_family_and_head_grouping(
     assert expected.std() > 0.1  # the comparison means something
 
 
-@pytest.mark.parametrize("hidden_size, head_dim", [(64, 32), (128, 64), (64, 6), (256, 64)])
+@pytest.mark.parametrize(
+    "hidden_size, head_dim, num_kv_heads",
+    [(64, 32, 1), (64, 32, 2), (64, 32, 4), (128, 64, 2), (64, 6, 2), (256, 64, 2)],
+)
 @pytest.mark.parametrize("config_class", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config])
 def test_logits_equal_transformers_for_every_head_dim(
     make_checkpoint: Callable[..., PreTrainedModel],
@@ -68,8 +72,11 @@ def test_logits_equal_transformers_for_every_head_dim(
     config_class: type[PreTrainedConfig],
     hidden_size: int,
     head_dim: int,
+    num_kv_heads: int,
 ) -> None:
-    model = make_checkpoint(config_class, hidden_size=hidden_size, head_dim=head_dim)
+    model = make_checkpoint(
+        config_class, hidden_size=hidden_size, head_dim=head_dim, num_key_value_heads=num_kv_heads
+    )
     decoder = load(tmp_path)
     assert decoder.config.head_dim == head_dim
     torch.testing.assert_close(
@@ -228,22 +235,20 @@ def test_logits_are_float32_whatever_the_weights_are(
 
 
 def test_region_between_attentions_compiles_once_for_all_layers_and_token_counts(
-    make_checkpoint: Callable[..., PreTrainedModel],
-    load: Callable[..., Decoder],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    make_checkpoint: Callable[..., PreTrainedModel], load: Callable[..., Decoder], tmp_path: Path
 ) -> None:
     make_checkpoint(Qwen3Config, num_hidden_layers=4, head_dim=16)
     decoder = load(tmp_path)
     torch._dynamo.reset()
     counter = CompileCounter()
-    compiled = torch.compile(decoder_module.between, backend=counter, dynamic=True, fullgraph=True)
-    monkeypatch.setattr(decoder_module, "between", compiled)
+    compiled = torch.compile(between, backend=counter, dynamic=True, fullgraph=True)
+    regions = dataclasses.replace(PLAIN_REGIONS, between=compiled)
     for count in (40, 1, 7, 33, 2, 1, 128):
         decoder(
             torch.zeros(count, dtype=torch.long),
             torch.arange(count),
             lambda layer, query, key, value: query.contiguous(),
+            regions,
         )
     torch._dynamo.reset()
     assert counter.frame_count == 2  # one token, and any number

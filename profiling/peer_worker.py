@@ -1,0 +1,184 @@
+"""One engine behind a pipe: the child process of bench_peers.py, run by the engine's own Python.
+
+Reads one JSON line per workload from stdin and answers with one JSON line on stdout: for each
+request the seconds, counted from the workload's start, at which its tokens arrived. It imports
+nothing of stepgraph unless that is the engine, so it runs in a peer's environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any, Protocol
+
+
+class Engine(Protocol):
+    """What the loop below needs of an engine that works in steps."""
+
+    def add(self, index: int, request: dict[str, Any]) -> None:
+        """Queue a request."""
+
+    def step(self) -> list[tuple[int, int, bool]]:
+        """Run one step: index, number of new tokens and "finished" of each request it served."""
+
+
+class StepgraphEngine:
+    """Our own."""
+
+    def __init__(self, model: str, options: dict[str, Any]) -> None:
+        from runtime.config import EngineConfig
+        from runtime.engine import Engine
+
+        self._engine = Engine(EngineConfig(model=model, **options))
+
+    def add(self, index: int, request: dict[str, Any]) -> None:
+        """Queue a request."""
+        from runtime import SamplingParams
+
+        self._engine.add_request(
+            request["prompt"],
+            SamplingParams(
+                temperature=request["temperature"],
+                max_tokens=request["max_tokens"],
+                ignore_eos=request["ignore_eos"],
+                seed=index,
+            ),
+            request_id=str(index),
+        )
+
+    def step(self) -> list[tuple[int, int, bool]]:
+        """Run one step."""
+        updates = self._engine.step()
+        return [(int(s.request_id), 1, s.is_finished) for s in updates.sequences]
+
+
+class VllmEngine:
+    """vLLM's engine in this process."""
+
+    def __init__(self, model: str, options: dict[str, Any]) -> None:
+        from vllm import EngineArgs, LLMEngine
+
+        self._engine = LLMEngine.from_engine_args(EngineArgs(model=model, **options))
+
+    def add(self, index: int, request: dict[str, Any]) -> None:
+        """Queue a request."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        self._engine.add_request(
+            str(index),
+            {"prompt_token_ids": request["prompt"]},
+            SamplingParams(
+                temperature=request["temperature"],
+                max_tokens=request["max_tokens"],
+                ignore_eos=request["ignore_eos"],
+                detokenize=False,
+                output_kind=RequestOutputKind.DELTA,
+            ),
+        )
+
+    def step(self) -> list[tuple[int, int, bool]]:
+        """Run one step."""
+        outputs = self._engine.step()
+        return [(int(o.request_id), len(o.outputs[0].token_ids), o.finished) for o in outputs]
+
+
+class TransformersEngine:
+    """transformers' generate, all requests as one left-padded batch, or its continuous batching.
+
+    Tokens count as arrived when the call returns, so it has no latencies.
+    """
+
+    def __init__(self, model: str, options: dict[str, Any]) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        self._continuous = bool(options.get("continuous", False))
+        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+        if self._continuous:
+            self._model.set_attn_implementation("paged|sdpa")
+        self._requests: list[tuple[int, dict[str, Any]]] = []
+
+    def add(self, index: int, request: dict[str, Any]) -> None:
+        """Queue a request."""
+        self._requests.append((index, request))
+
+    def step(self) -> list[tuple[int, int, bool]]:
+        """Run everything queued to its end."""
+        import torch
+        from transformers import GenerationConfig
+
+        queued, self._requests = self._requests, []
+        prompts = [request["prompt"] for _, request in queued]
+        counts = [request["max_tokens"] for _, request in queued]
+        config = GenerationConfig(
+            do_sample=queued[0][1]["temperature"] > 0,
+            temperature=queued[0][1]["temperature"] or None,
+            top_k=0,
+            max_new_tokens=max(counts),
+            eos_token_id=None if queued[0][1]["ignore_eos"] else self._model.config.eos_token_id,
+            pad_token_id=0,
+        )
+        if self._continuous:
+            outputs = self._model.generate_batch(inputs=prompts, generation_config=config)
+            lengths = [len(output.generated_tokens) for output in outputs.values()]
+        else:
+            longest = max(map(len, prompts))
+            ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
+            mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+            with torch.inference_mode():
+                out = self._model.generate(ids, attention_mask=mask, generation_config=config)
+            lengths = [out.shape[1] - longest] * len(prompts)
+        return [
+            (index, min(length, count), True)
+            for (index, _), length, count in zip(queued, lengths, counts, strict=True)
+        ]
+
+
+ENGINES: dict[str, type[Any]] = {
+    "stepgraph": StepgraphEngine,
+    "vllm": VllmEngine,
+    "transformers": TransformersEngine,
+}
+
+
+def serve(engine: Engine, requests: list[dict[str, Any]]) -> list[list[float]]:
+    """Run one workload; arrival times of every request's tokens, seconds from its start."""
+    times: list[list[float]] = [[] for _ in requests]
+    order = sorted(range(len(requests)), key=lambda i: requests[i]["arrival"])
+    num_added, num_unfinished = 0, 0
+    start = time.perf_counter()
+    while num_added < len(order) or num_unfinished:
+        now = time.perf_counter() - start
+        while num_added < len(order) and requests[order[num_added]]["arrival"] <= now:
+            engine.add(order[num_added], requests[order[num_added]])
+            num_added += 1
+            num_unfinished += 1
+        if not num_unfinished:
+            time.sleep(max(0.0, requests[order[num_added]]["arrival"] - now))
+            continue
+        served = engine.step()
+        now = time.perf_counter() - start
+        for index, num_tokens, finished in served:
+            times[index] += [now] * num_tokens
+            num_unfinished -= finished
+    return times
+
+
+def main() -> None:
+    """Serve workloads until stdin ends; argv: engine, model, options as JSON."""
+    name, model, options = sys.argv[1:4]
+    # Engines print to stdout as they like: answers go to a copy of it, the rest to stderr.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    start = time.perf_counter()
+    engine = ENGINES[name](model, json.loads(options))
+    print(json.dumps({"start_seconds": time.perf_counter() - start}), file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps({"times": serve(engine, json.loads(line))}), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -24,8 +24,10 @@ _CONTEXT_FACTOR = 1.5
 """By how much the K/V of decodes, which is read too, lifts the ridge of a mixed step."""
 _MIN_SPACE = 32
 """Sizes nearer to each other than this save too little to be captured."""
-_SPACE_SHARE = 1 / 12
-"""Spaces grow with the size once this share of it is the larger one."""
+_SPACE_OF_RIDGE = 0.45
+"""Space between sizes above the ridge, in ridges..."""
+_SPACE_OF_SIZE = 1 / 12
+"""...until this share of the size is more."""
 _ROUNDING = 8
 """Sizes above the ridge are multiples of it where they can be, which the kernels prefer."""
 
@@ -256,6 +258,11 @@ class CaptureLadders:
             {size for ladder in (self.decode, self.mixed) if ladder for size in ladder.sizes}
         )
 
+    @property
+    def num_graphs(self) -> int:
+        """Captures: a size of both ladders is captured twice."""
+        return sum(len(ladder.sizes) for ladder in (self.decode, self.mixed) if ladder)
+
     def choose(self, num_tokens: int, *, is_uniform_decode: bool) -> Launch:
         """How to run a step of at least one token, by its kind.
 
@@ -288,9 +295,9 @@ def default_sizes(limit: int, *, ridge: int) -> tuple[int, ...]:
     """Doubling sizes up to the ridge, then evenly spaced ones, then ones with growing spaces.
 
     Below the ridge padding costs nearly nothing in time, so MAX_PADDING alone decides. Above it
-    each token costs the same: spaces of half the ridge bound the time that is lost, and where a
-    twelfth of the size is more than that, a twelfth bounds its share. The number of sizes thus
-    grows with the limit, ever slower.
+    each token costs the same: even spaces bound the time that is lost, and for larger steps a
+    space that is a twelfth of the size bounds its share. The number of sizes thus grows with the
+    limit, ever slower.
 
     Args:
         limit: the largest size, always present.
@@ -300,16 +307,16 @@ def default_sizes(limit: int, *, ridge: int) -> tuple[int, ...]:
     sizes = [1]
     while 2 * sizes[-1] <= min(ridge, limit):
         sizes.append(2 * sizes[-1])
-    first, space = sizes[-1], max(_MIN_SPACE, ridge / 2)
+    first, space = sizes[-1], max(_MIN_SPACE, _SPACE_OF_RIDGE * ridge)
     # Spaces from `first` to a size, as a number: even up to `turn`, geometric beyond.
-    turn = max(first, space / _SPACE_SHARE)
+    turn = max(first, space / _SPACE_OF_SIZE)
     num_even = (min(limit, turn) - first) / space
-    num_growing = math.log(max(limit, turn) / turn) / _SPACE_SHARE
+    num_growing = math.log(max(limit, turn) / turn) / _SPACE_OF_SIZE
     num_spaces = math.ceil(num_even + num_growing)
     for place in range(1, num_spaces):
         number = (num_even + num_growing) * place / num_spaces
         size = first + number * space
         if number > num_even:
-            size = turn * math.exp((number - num_even) * _SPACE_SHARE)
+            size = turn * math.exp((number - num_even) * _SPACE_OF_SIZE)
         sizes.append(min(limit, -(-round(size) // _ROUNDING) * _ROUNDING))
     return tuple(sorted({*sizes, limit}))

@@ -1,6 +1,7 @@
 """The capture sizes that pad a given distribution of steps at the least cost.
 
-A step is padded to the smallest size of its kind that holds it, and runs eagerly above the top.
+A step is padded to the smallest size of its kind that holds it, and runs eagerly above the top and
+where that would pad it to more than MAX_PADDING times its tokens, as the engine's ladders choose.
 One list serves both kinds, as STEPGRAPH_CAPTURE_SIZES does: decode steps use what is at most
 max_num_seqs, and max_num_seqs itself if the list goes further; so a size costs two captures up to
 there and one above.
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from graphs.capture_sizes import CaptureLadders
+from graphs.capture_sizes import MAX_PADDING, CaptureLadders
 
 Seconds = Callable[[int], float]
 """Time of a step by its tokens; it must not fall with them."""
@@ -67,14 +68,15 @@ class LadderCost:
     def of(self, ladders: CaptureLadders, sizes: StepSizes) -> float:
         """Expected seconds of a step, captures included."""
         total = 0.0
-        for counts, ladder, captured, eager in (
-            (sizes.decode, ladders.decode, self.decode, self.decode_eagerly),
-            (sizes.mixed, ladders.mixed, self.mixed, self.mixed_eagerly),
+        for counts, is_decode, eager in (
+            (sizes.decode, True, self.decode_eagerly),
+            (sizes.mixed, False, self.mixed_eagerly),
         ):
+            seconds = {"eager": eager, "full": self.decode, "piecewise": self.mixed}
             for num_tokens, count in counts.items():
-                size = ladder.lookup(num_tokens)
-                total += count * (eager(num_tokens) if size is None else captured(size))
-        return total / sizes.num_steps + ladders.num_sizes * self.per_capture
+                launch = ladders.choose(num_tokens, is_uniform_decode=is_decode)
+                total += count * seconds[launch.mode](launch.size)
+        return total / sizes.num_steps + ladders.num_graphs * self.per_capture
 
     def unpadded(self, sizes: StepSizes) -> float:
         """Expected seconds of a step if each had a graph of its own size, at no price."""
@@ -96,50 +98,65 @@ class LadderChoice:
     """The best list for a number of captures."""
 
     num_captures: int
-    """Sizes of both ladders together, as `CaptureLadders.num_sizes` counts them."""
+    """As `CaptureLadders.num_graphs` counts them."""
     sizes: tuple[int, ...]
     seconds: float
     """Expected time of a step, captures included."""
 
 
+class _KindOfStep:
+    """Steps of one kind and their costs as arrays over the candidate sizes, from place 1."""
+
+    def __init__(
+        self, counts: Mapping[int, int], values: list[int], captured: list[float], eager: Seconds
+    ) -> None:
+        listed = [counts.get(value, 0) for value in values]
+        self.captured = np.array([0.0, *captured])
+        self.below = np.cumsum([0, *listed])  # steps of at most that size
+        costs = [n * eager(v) if n else 0.0 for v, n in zip(values, listed, strict=True)]
+        self.eager_below = np.cumsum([0.0, *costs])
+
+    def padded(self, place: int, smallest: int) -> np.ndarray:
+        """[place] seconds of all steps above each smaller place and up to this one.
+
+        Those from place `smallest` on are padded to this one, the others run eagerly.
+        """
+        first = np.maximum(np.arange(place), smallest - 1)
+        seconds: np.ndarray = (self.below[place] - self.below[first]) * self.captured[place]
+        return seconds + self.eager_below[first] - self.eager_below[:place]
+
+
 class _Steps:
-    """The steps and costs as arrays over the candidate sizes; place 0 stands for no size."""
+    """Both kinds of steps over the candidate sizes; place 0 stands for no size."""
 
     def __init__(self, sizes: StepSizes, cost: LadderCost) -> None:
         values = sorted(sizes.decode.keys() | sizes.mixed.keys())
         self.values = np.array([0, *values])
-        limit = cost.max_num_seqs
-        of_decode = [cost.decode(min(v, limit)) for v in values]
-        of_mixed = [cost.mixed(v) for v in values]
-        decode, mixed = (
-            [counts.get(v, 0) for v in values] for counts in (sizes.decode, sizes.mixed)
-        )
-        self.decode_seconds = np.array([0.0, *of_decode])
-        self.mixed_seconds = np.array([0.0, *of_mixed])
-        self.decode_below = np.cumsum([0, *decode])  # steps of at most that size
-        self.mixed_below = np.cumsum([0, *mixed])
-        eagerly = [
-            num_decode * (cost.decode_eagerly(v) if num_decode else 0.0)
-            + num_mixed * (cost.mixed_eagerly(v) if num_mixed else 0.0)
-            for v, num_decode, num_mixed in zip(values, decode, mixed, strict=True)
-        ]
-        total = np.cumsum([0.0, *eagerly])
+        self._limit = cost.max_num_seqs
+        decode = [cost.decode(min(v, self._limit)) for v in values]
+        mixed = [cost.mixed(v) for v in values]
+        self._decode = _KindOfStep(sizes.decode, values, decode, cost.decode_eagerly)
+        self._mixed = _KindOfStep(sizes.mixed, values, mixed, cost.mixed_eagerly)
+        total = self._decode.eager_below + self._mixed.eager_below
         self.eager_above = total[-1] - total
 
     def padded(self, place: int) -> np.ndarray:
         """[place] seconds of all steps above each smaller size and up to this one, run at it."""
-        decode = self.decode_below[place] - self.decode_below[:place]
-        mixed = self.mixed_below[place] - self.mixed_below[:place]
-        seconds: np.ndarray = decode * self.decode_seconds[place]
-        seconds += mixed * self.mixed_seconds[place]
-        return seconds
+        size = int(self.values[place])
+        decode = self._decode.padded(place, self._smallest(min(size, self._limit)))
+        return decode + self._mixed.padded(place, self._smallest(size))
+
+    def _smallest(self, size: int) -> int:
+        """Place of the smallest step that may be padded to a size."""
+        return int(np.searchsorted(self.values, -(-size // MAX_PADDING)))
 
 
 def search(sizes: StepSizes, cost: LadderCost, max_captures: int) -> list[LadderChoice]:
     """The best list for each number of captures up to `max_captures`.
 
-    Dynamic programming over the sizes that steps had: since no step time falls with the size, a
-    best list needs no others. Time is O(max_captures * n**2) for n different sizes.
+    Dynamic programming over the sizes that steps had: since no step time falls with the size,
+    another size only adds padding, or makes a step too small for its graph. Time is
+    O(max_captures * n**2) for n different sizes.
     """
     if max(sizes.decode, default=0) > cost.max_num_seqs:
         raise ValueError(f"a decode step had more than max_num_seqs={cost.max_num_seqs} sequences")

@@ -149,11 +149,11 @@ def compare(
     bound = cost.unpadded(sizes)
     for name, ladders in others.items():
         theirs = cost.of(ladders, sizes)
-        best = choose(choices, ladders.num_sizes)
+        best = choose(choices, ladders.num_graphs)
         ours = cost.of(cost.ladders(best.sizes), sizes)
         over = [value - bound for value in (theirs, ours)]
         lines.append(
-            f"| {name} | {ladders.num_sizes} | {1e3 * theirs:.4f} ms | {1e3 * ours:.4f} ms "
+            f"| {name} | {ladders.num_graphs} | {1e3 * theirs:.4f} ms | {1e3 * ours:.4f} ms "
             f"({best.num_captures} captures) | {100 * (1 - ours / theirs):.2f}% "
             f"| {100 * (1 - over[1] / over[0]):.0f}% |"
         )
@@ -202,7 +202,7 @@ def main() -> None:
     others = known_ladders(
         max_num_seqs=args.max_num_seqs, budget=args.budget, ridge=step_time.ridge
     )
-    longest = max(CURVE_LENGTH, args.max_captures, *(o.num_sizes for o in others.values()))
+    longest = max(CURVE_LENGTH, args.max_captures, *(o.num_graphs for o in others.values()))
     choices = search(sizes, cost, longest)
     best = choose(choices, args.max_captures)
     print(
@@ -220,7 +220,7 @@ def main() -> None:
         plot_ladder_costs(
             args.plot,
             {choice.num_captures: 1e3 * choice.seconds for choice in choices},
-            {name: (o.num_sizes, 1e3 * cost.of(o, sizes)) for name, o in others.items()},
+            {name: (o.num_graphs, 1e3 * cost.of(o, sizes)) for name, o in others.items()},
             1e3 * cost.unpadded(sizes),
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import subprocess
 import sys
 
@@ -100,8 +101,7 @@ def test_sizes_beyond_the_limit_become_the_limit():
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 7, 10, 15, 20, 33, 100, 256, 1000])
-@pytest.mark.parametrize("ridge", [1, 5, 40, 175, 900])
-@pytest.mark.parametrize("budget", [1000, 2048, 8192])
+@pytest.mark.parametrize(("budget", "ridge"), [(1000, 5), (1000, 900), (2048, 175), (8192, 40)])
 @pytest.mark.parametrize("restrict", [None, "without_full_graphs", "without_piecewise_graphs"])
 def test_default_ladders_hold_every_step_within_twofold_padding_and_nothing_larger(
     max_num_seqs, ridge, budget, restrict
@@ -115,7 +115,7 @@ def test_default_ladders_hold_every_step_within_twofold_padding_and_nothing_larg
     if restrict is not None:
         ladders = getattr(ladders, restrict)()
     for is_uniform_decode, limit in ((True, max_num_seqs), (False, budget)):
-        for count in range(1, limit + 1):
+        for count in range(1, limit + 1, 1 if limit <= 2048 else 7):
             launch = ladders.choose(count, is_uniform_decode=is_uniform_decode)
             if restrict == "without_piecewise_graphs" and not is_uniform_decode:
                 assert launch == Launch(mode="eager", size=count)
@@ -144,7 +144,7 @@ def test_the_number_of_default_sizes_grows_slower_than_the_budget():
         ).num_sizes
 
     assert num_sizes(2048) <= 24
-    assert num_sizes(2048) < num_sizes(8192) <= 40
+    assert num_sizes(2048) < num_sizes(8192) <= 41
     assert num_sizes(1 << 17) <= 80
 
 
@@ -153,8 +153,8 @@ def test_default_sizes_double_below_the_ridge_then_keep_their_spaces_then_let_th
     assert [size for size in sizes if size <= 256] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
     assert all(size % 8 == 0 for size in sizes if size > 4)
     for size, following in itertools.pairwise(size for size in sizes if size >= 256):
-        assert following - size <= max(132, size / 12) + 8
-        assert following - size >= max(132, size / 12) * 0.9 - 8
+        space = max(0.45 * 264, size * (math.exp(1 / 12) - 1))
+        assert 0.9 * space - 8 <= following - size <= space + 8
 
 
 def test_sizes_below_the_ridge_are_no_nearer_than_pays():
@@ -166,12 +166,13 @@ def test_an_explicit_list_serves_both_kinds_of_step_up_to_their_limits():
     assert ladders.decode.sizes == (1, 2, 4, 20)
     assert ladders.mixed.sizes == (1, 2, 4, 64)
     assert ladders.num_sizes == 5, "sizes of both kinds count once"
+    assert ladders.num_graphs == 8
 
 
 def test_the_bucket_follows_the_kind_of_the_step_not_only_its_token_count():
     ladders = CaptureLadders(decode=CaptureSizes((4, 16)), mixed=CaptureSizes((8, 32)))
     assert ladders.lookup(13, is_uniform_decode=True) == 16
-    assert ladders.lookup(13, is_uniform_decode=False) == 32
+    assert ladders.lookup(17, is_uniform_decode=False) == 32
 
 
 def test_decode_that_no_full_graph_fits_is_piecewise_and_what_nothing_fits_is_eager():

@@ -9,46 +9,66 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .async_llm import AsyncLLM
     from .config import EngineConfig
     from .engine import Engine
     from .errors import (
         ConfigError,
+        DeadlineExceededError,
+        EngineDeadError,
         InvalidRequestError,
         ModelLoadError,
         NonFiniteLogitsError,
+        QueueFullError,
+        StepFailedError,
         UnsupportedModelError,
     )
     from .llm import LLM
+    from .metrics import EngineMetrics
     from .outputs import CompletionOutput, RequestMetrics, RequestOutput
-    from .sampling_params import SamplingParams
+    from .sampling_params import RequestOutputKind, SamplingParams
 
 _MODULES = {
+    "AsyncLLM": "async_llm",
     "CompletionOutput": "outputs",
     "ConfigError": "errors",
+    "DeadlineExceededError": "errors",
     "Engine": "engine",
     "EngineConfig": "config",
+    "EngineDeadError": "errors",
+    "EngineMetrics": "metrics",
     "InvalidRequestError": "errors",
     "LLM": "llm",
     "ModelLoadError": "errors",
     "NonFiniteLogitsError": "errors",
+    "QueueFullError": "errors",
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
+    "RequestOutputKind": "sampling_params",
     "SamplingParams": "sampling_params",
+    "StepFailedError": "errors",
     "UnsupportedModelError": "errors",
 }
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "ConfigError",
+    "DeadlineExceededError",
     "Engine",
     "EngineConfig",
+    "EngineDeadError",
+    "EngineMetrics",
     "InvalidRequestError",
     "ModelLoadError",
     "NonFiniteLogitsError",
+    "QueueFullError",
     "RequestMetrics",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
+    "StepFailedError",
     "UnsupportedModelError",
 ]
 

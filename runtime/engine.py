@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import random
 import time
+import traceback
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +16,11 @@ import numpy as np
 from .block_manager import BlockManager
 from .config import EngineConfig
 from .errors import InvalidRequestError
+from .metrics import EngineMetrics, LatencyRecorder
 from .model_runner import ModelRunner
 from .models import load_decoder_config, stored_dtype
+from .output_builder import OutputBuilder
+from .outputs import FinishReason
 from .prompts import TokenIds
 from .ranges import Ranges
 from .sampling_params import SamplingParams
@@ -34,9 +39,20 @@ class EngineCounters:
     """Running totals since the engine was made."""
 
     num_steps: int = 0
+    num_failed_steps: int = 0
+    """Steps that raised; not in `num_steps`."""
     num_prompt_tokens: int = 0
     """Prompt tokens computed, recomputed ones included."""
     num_output_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFailure:
+    """A step that raised while it was prepared or run. The engine is as it was before it."""
+
+    error: Exception
+    sequences: list[Sequence]
+    """Those of the step, in the queue again with all their tokens."""
 
 
 class Engine:
@@ -59,7 +75,10 @@ class Engine:
         logger.info("configuration:\n%s", self.config.describe())
         self.vocab_size = decoder.vocab_size
         self.end_token_ids = load_end_token_ids(path, tokenizer)
+        self.outputs = None if tokenizer is None else OutputBuilder(tokenizer)
+        """Makes text of ids; None without a tokenizer."""
         self.counters = EngineCounters()
+        self._latencies = LatencyRecorder()
         self.ranges = Ranges(enabled=self.config.nvtx)
         self._runner = ModelRunner(self.config, decoder, self.end_token_ids, self.ranges)
         self._blocks = BlockManager(
@@ -122,6 +141,7 @@ class Engine:
         request_id: str | None = None,
         priority: int = 0,
         arrival_time: float | None = None,
+        cache_salt: str | None = None,
     ) -> Sequence:
         """Queue a request; it starts with one of the next steps.
 
@@ -129,15 +149,18 @@ class Engine:
             token_ids: the prompt, ids below `vocab_size`.
             params: how to sample, and when to stop.
             request_id: a name of the caller's; None: a number is given.
-            priority: under policy "priority", lower runs first.
+            priority: under policy "priority", lower runs first; 0 under others.
             arrival_time: seconds of time.monotonic(); None: now.
+            cache_salt: only requests with the same one share cached blocks.
 
         Raises:
             InvalidRequestError: nothing was queued.
         """
         ids = self.check(token_ids, params)
+        self.check_priority(priority)
         if request_id is None:
-            request_id = f"request-{self._num_requests}"
+            names = (f"request-{number}" for number in itertools.count(self._num_requests))
+            request_id = next(name for name in names if name not in self._sequences)
         if request_id in self._sequences:
             raise InvalidRequestError(
                 f"request_id={request_id!r} is in use by an unfinished request; give another"
@@ -152,11 +175,20 @@ class Engine:
             arrival_index=self._num_requests,
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
             priority=priority,
+            extra_key=b"" if cache_salt is None else cache_salt.encode("utf-8", "surrogatepass"),
         )
         self.scheduler.add(sequence)
         self._sequences[request_id] = sequence
         self._num_requests += 1
         return sequence
+
+    def check_priority(self, priority: int) -> None:
+        """Raise InvalidRequestError if the policy has no use for it."""
+        if priority and self.config.policy != "priority":
+            raise InvalidRequestError(
+                f"priority={priority} has no effect under policy={self.config.policy!r}; make the "
+                f"engine with policy='priority'"
+            )
 
     def step(self) -> SequenceUpdates:
         """Schedule one batch, run it, and take in its tokens.
@@ -164,13 +196,28 @@ class Engine:
         If the batch fails, its sequences go back to the queue with all their tokens, and the
         error is raised: the engine is as it was, and the caller may retry or abort.
         """
+        outcome = self.try_step()
+        if isinstance(outcome, StepFailure):
+            raise outcome.error
+        return outcome
+
+    def try_step(self) -> SequenceUpdates | StepFailure:
+        """As `step`, but a batch that fails is returned with its sequences.
+
+        What is raised nonetheless comes from the scheduler: the engine can't be used further.
+        """
         with self.ranges("schedule"):
             scheduled = self.scheduler.schedule()
         if scheduled.num_seqs == 0:
-            return SequenceUpdates(sequences=[], token_ids=np.empty(0, np.int64), finished=[])
+            return SequenceUpdates.nothing()
         start = time.perf_counter()
         try:
             output = self._runner.execute(scheduled)
+        except Exception as error:  # noqa: BLE001 - it is handed on with what it hit
+            self.counters.num_failed_steps += 1
+            # The tensors of the failed step would stay alive with the error.
+            traceback.clear_frames(error.__traceback__)
+            return StepFailure(error=error, sequences=self.scheduler.rollback(scheduled))
         except BaseException:
             self.scheduler.rollback(scheduled)
             raise
@@ -180,6 +227,7 @@ class Engine:
         self.counters.num_steps += 1
         self.counters.num_prompt_tokens += scheduled.num_tokens - scheduled.num_decodes
         self.counters.num_output_tokens += len(updates.sequences)
+        self._latencies.observe(updates)
         for sequence in updates.finished:
             del self._sequences[sequence.request_id]
         return updates
@@ -193,12 +241,49 @@ class Engine:
             self._step_cost.observe(num_tokens, scheduled.num_kv_tokens, seconds)
         self._was_waited_for = is_waited_for
 
-    def abort(self, request_id: str) -> Sequence | None:
-        """End a request with reason "abort"; None if no such request is unfinished."""
+    def abort(
+        self,
+        request_id: str,
+        *,
+        reason: FinishReason = "abort",
+        error: Exception | None = None,
+    ) -> Sequence | None:
+        """End a request, for `error` if one is given; None if no such request is unfinished."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
-            self.scheduler.abort(sequence)
+            self.scheduler.abort(sequence, reason, error)
+            self._latencies.observe_end(sequence)
         return sequence
+
+    def unfinished_sequences(self) -> list[Sequence]:
+        """All sequences that have not ended, in order of arrival."""
+        return list(self._sequences.values())
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the K/V of past prompts and outputs; running sequences keep their own."""
+        self._blocks.reset_prefix_cache()
+
+    def metrics(self) -> EngineMetrics:
+        """What was done so far. Any thread may ask; while a step runs, some of the numbers may
+        have it counted already and others not."""
+        scheduler, counters, latencies = self.scheduler, self.counters, self._latencies
+        num_running, blocks = scheduler.num_running, self._blocks
+        return EngineMetrics(
+            num_running=num_running,
+            num_waiting=max(len(self._sequences) - num_running, 0),
+            kv_cache_usage=1 - blocks.num_free_blocks / blocks.num_usable_blocks,
+            prefix_cache_queries=scheduler.num_tokens_looked_up,
+            prefix_cache_hits=scheduler.num_cached_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            num_steps=counters.num_steps,
+            num_failed_steps=counters.num_failed_steps,
+            num_prompt_tokens=counters.num_prompt_tokens,
+            num_output_tokens=counters.num_output_tokens,
+            num_finished=dict(latencies.num_finished),
+            time_to_first_token=latencies.time_to_first_token.snapshot(),
+            inter_token_latency=latencies.inter_token_latency.snapshot(),
+            e2e_latency=latencies.e2e_latency.snapshot(),
+        )
 
     def stats(self) -> dict[str, Any]:
         """Totals since the start, in JSON's types: counters, and steps by graph mode and bucket.

@@ -15,14 +15,16 @@ class CompletionOutput:
     index: int
     """Place among the request's streams."""
     text: str
-    """The decoded output; special tokens are left out unless asked for."""
+    """The decoded output; special tokens are left out unless asked for. Under output_kind DELTA,
+    what came since the last output; `token_ids` too."""
     token_ids: list[int]
     """Generated ids, an end token included."""
     finish_reason: FinishReason | None
     """"stop": an end or stop token; "length": max_tokens, max_model_len or the KV pool's end;
     "abort"; "error": see `error`; None: not finished."""
     error: str | None = None
-    """What went wrong, under reason "error"."""
+    """What went wrong, under reason "error"; why it was ended, if not on the caller's own word,
+    under reason "abort"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +51,9 @@ class RequestOutput:
     """A request and what was generated for it."""
 
     request_id: str
-    """Unique within an engine's life."""
+    """Unique among the unfinished requests of an engine."""
+    prompt_index: int = 0
+    """Place of the prompt in the list of the call."""
     prompt: str | None
     """The prompt's text; None if it came as token ids or messages."""
     prompt_token_ids: list[int]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 import numbers
 import operator
@@ -14,6 +15,17 @@ from .errors import InvalidRequestError
 
 _MAX_INT32 = 2**31 - 1
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
+
+
+class RequestOutputKind(enum.Enum):
+    """What the outputs of one request tell while it is streamed."""
+
+    CUMULATIVE = 0
+    """Each output has everything so far."""
+    DELTA = 1
+    """Each output has what came since the last one. A slow reader gets fewer, longer ones."""
+    FINAL_ONLY = 2
+    """One output, when all is there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +74,9 @@ class SamplingParams:
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
 
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """What each output of a stream has. `LLM.generate` and `chat` give final outputs always."""
+
     def __post_init__(self) -> None:
         normalised = {
             "temperature": _number("temperature", self.temperature, 0.0, _MAX_FLOAT32),
@@ -74,6 +89,8 @@ class SamplingParams:
             "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
             "skip_special_tokens": _flag("skip_special_tokens", self.skip_special_tokens),
         }
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise _wrong_type("output_kind", self.output_kind, "a RequestOutputKind")
         if self.seed is not None:
             normalised["seed"] = _integer("seed", self.seed, -(2**63), 2**64 - 1)
         for name, value in normalised.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -50,6 +50,10 @@ class Scheduler:
         assert config.max_num_batched_tokens >= config.max_num_seqs, "decodes exceed the budget"
         self.config = config
         self.num_preemptions = 0
+        self.num_tokens_looked_up = 0
+        """Prompt tokens of admitted sequences, where there is a prefix cache to look into."""
+        self.num_cached_tokens = 0
+        """How many of those it had."""
         self.sizing = BudgetPolicy(config, step_cost)
         self._blocks = block_manager
         self._clock = clock
@@ -114,19 +118,39 @@ class Scheduler:
         sequence.max_total_tokens = min(sequence.max_total_tokens, self.max_sequence_tokens)
         self._waiting.push(sequence)
 
-    def abort(self, sequence: Sequence) -> None:
-        """End a sequence now, with reason "abort"; a finished one is left as it is.
+    def hold(self, sequences: Iterable[Sequence]) -> None:
+        """Take unfinished sequences out of the queue, preempting those that run."""
+        held = {sequence for sequence in sequences if not sequence.is_finished}
+        for sequence in held:
+            if sequence.status is SequenceStatus.RUNNING:
+                self._preempt(sequence)
+        self._waiting.remove(held)
+        for sequence in held:
+            sequence.status = SequenceStatus.HELD
+
+    def resume(self, sequences: Iterable[Sequence]) -> None:
+        """Put held sequences back to their places in the queue, those that have not ended."""
+        for sequence in sequences:
+            if sequence.status is SequenceStatus.HELD:
+                sequence.status = SequenceStatus.WAITING
+                self._waiting.push(sequence)
+
+    def abort(
+        self, sequence: Sequence, reason: FinishReason = "abort", error: Exception | None = None
+    ) -> None:
+        """End a sequence now; a finished one is left as it is.
 
         If its step is in flight the row still runs there, and its result is dropped.
         """
         if sequence.is_finished:
             return
-        if sequence.status is SequenceStatus.WAITING:
-            self._finish(sequence, "abort")
-            self._waiting.discard(sequence)
-        else:
+        sequence.error = error
+        status = sequence.status
+        if status is SequenceStatus.RUNNING:
             self._leave(sequence)
-            self._finish(sequence, "abort")
+        self._finish(sequence, reason)
+        if status is SequenceStatus.WAITING:
+            self._waiting.discard(sequence)
 
     # -- schedule ---------------------------------------------------------------------------
 
@@ -204,6 +228,8 @@ class Scheduler:
             num_cached = len(hits) * manager.block_size
             if sequence.admission_index < 0:
                 sequence.num_cached_tokens = num_cached
+                self.num_tokens_looked_up += len(sequence.token_ids) * manager.enable_prefix_caching
+                self.num_cached_tokens += num_cached
             sequence.admission_index = self._num_admissions
             self._num_admissions += 1
             self._table.admit(sequence, num_cached)
@@ -300,27 +326,31 @@ class Scheduler:
             sampled, rows, token_ids = sampled[is_valid], rows[is_valid], token_ids[is_valid]
         else:
             finished = []
-        table.append(rows, token_ids)
-        self._note_first_tokens(sequences, sampled >= scheduled.num_decodes)
+        now = self._clock()
+        gaps = table.append(rows, token_ids, now)
+        for i in np.flatnonzero(np.isnan(gaps)).tolist():
+            sequences[i].first_token_time = now
         finished += self._end_sequences(sequences, rows, token_ids)
-        return SequenceUpdates(sequences=sequences, token_ids=token_ids, finished=finished)
+        return SequenceUpdates(
+            sequences=sequences, token_ids=token_ids, gaps=gaps, finished=finished
+        )
 
-    def rollback(self, scheduled: ScheduledBatch) -> None:
+    def rollback(self, scheduled: ScheduledBatch) -> list[Sequence]:
         """`scheduled` failed: all its sequences return to the queue and lose no token.
 
         What the step registered in the prefix cache is taken back. Blocks filled by earlier
         steps stay findable, so that most of the work isn't done again.
+
+        Returns:
+            Those sequences, in the order of the step.
         """
         rows = scheduled.rows
-        for sequence in self._table.sequences_at(rows[self._table.is_live[rows]]):
+        sequences = self._table.sequences_at(rows[self._table.is_live[rows]])
+        for sequence in sequences:
             self._preempt(sequence)
         self._blocks.rollback(scheduled.step)
         self._end_flight()
-
-    def _note_first_tokens(self, sequences: list[Sequence], ends_prompt: np.ndarray) -> None:
-        for i in np.flatnonzero(ends_prompt).tolist():
-            if sequences[i].first_token_time is None:
-                sequences[i].first_token_time = self._clock()
+        return sequences
 
     def _end_sequences(
         self, sequences: list[Sequence], rows: np.ndarray, token_ids: np.ndarray

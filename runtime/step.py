@@ -91,5 +91,12 @@ class SequenceUpdates:
     """Those that got a token, aborted ones excluded."""
     token_ids: np.ndarray
     """[len(sequences)] int64, aligned with `sequences`."""
+    gaps: np.ndarray
+    """[len(sequences)] float64, seconds since each one's token before; NaN for its first."""
     finished: list[Sequence]
     """Those that ended in this step."""
+
+    @classmethod
+    def nothing(cls) -> SequenceUpdates:
+        """Of a step that had nothing to do."""
+        return cls(sequences=[], token_ids=np.empty(0, np.int64), gaps=np.empty(0), finished=[])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from runtime.errors import InvalidRequestError
-from runtime.sampling_params import SamplingParams
+from runtime.sampling_params import RequestOutputKind, SamplingParams
 
 
 def test_defaults_sample_from_the_whole_distribution_for_256_tokens() -> None:
@@ -28,6 +28,7 @@ def test_defaults_sample_from_the_whole_distribution_for_256_tokens() -> None:
         "ignore_eos": False,
         "stop_token_ids": (),
         "skip_special_tokens": True,
+        "output_kind": RequestOutputKind.CUMULATIVE,
     }
 
 

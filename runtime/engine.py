@@ -268,10 +268,11 @@ class Engine:
         have it counted already and others not."""
         scheduler, counters, latencies = self.scheduler, self.counters, self._latencies
         num_running, blocks = scheduler.num_running, self._blocks
+        num_blocks = blocks.num_usable_blocks
         return EngineMetrics(
             num_running=num_running,
             num_waiting=max(len(self._sequences) - num_running, 0),
-            kv_cache_usage=1 - blocks.num_free_blocks / blocks.num_usable_blocks,
+            kv_cache_usage=(num_blocks - blocks.num_free_blocks) / num_blocks,
             prefix_cache_queries=scheduler.num_tokens_looked_up,
             prefix_cache_hits=scheduler.num_cached_tokens,
             num_preemptions=scheduler.num_preemptions,

@@ -121,12 +121,8 @@ class EngineThread:
 
     @property
     def end(self) -> EngineDeadError | None:
-        """Why no more requests are taken, as a fresh error; None while they are."""
-        if self._end is None:
-            return None
-        error = EngineDeadError(str(self._end))
-        error.__cause__ = self._end.__cause__
-        return error
+        """Why no more requests are taken, as an error to raise; None while they are."""
+        return None if self._end is None else self._dead()
 
     def open(self, submission: Submission) -> None:
         """Reserve a place for a request; `submit` or `fail` must follow.
@@ -137,8 +133,8 @@ class EngineThread:
             EngineDeadError: none are taken any more.
         """
         with self._lock:
-            if self.end is not None:
-                raise self.end
+            if self._end is not None:
+                raise self._dead()
             if submission.request_id in self._open:
                 raise InvalidRequestError(
                     f"request_id={submission.request_id!r} is in use by an unfinished request; "
@@ -159,7 +155,7 @@ class EngineThread:
     def submit(self, submission: Submission) -> None:
         """Queue a request that was opened and has its prompt now."""
         if not self._send(lambda: self._add(submission)):
-            self.fail(submission, EngineDeadError(str(self._end)))
+            self.fail(submission, self._dead())
 
     def fail(self, submission: Submission, error: Exception) -> None:
         """End a request that was opened and is not queued."""
@@ -177,7 +173,7 @@ class EngineThread:
 
         def run() -> None:
             if self._has_stopped:
-                future.set_exception(self.end)
+                future.set_exception(self._dead())
             elif future.set_running_or_notify_cancel():
                 try:
                     future.set_result(function(self._engine))
@@ -214,6 +210,12 @@ class EngineThread:
             if not self._has_stopped:
                 self._inbox.put(command)
             return not self._has_stopped
+
+    def _dead(self) -> EngineDeadError:
+        """A fresh one for each reader, since raising changes it."""
+        error = EngineDeadError(str(self._end))
+        error.__cause__ = None if self._end is None else self._end.__cause__
+        return error
 
     def _close(self, submissions: Iterable[Submission]) -> None:
         with self._lock:
@@ -279,9 +281,9 @@ class EngineThread:
         self._end_drains()
         for submission in unfinished:
             if failure is None and submission.live is not None:
-                self._end_request(submission, EngineDeadError(str(self._end)))
+                self._end_request(submission, self._dead())
             else:
-                self.fail(submission, EngineDeadError(str(self._end)))
+                self.fail(submission, self._dead())
         self._submissions.clear()
         del self._engine, self._recovery  # streams that are still read hold this thread's object
 

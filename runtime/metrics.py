@@ -104,8 +104,8 @@ class LatencyRecorder:
         self.inter_token_latency.add(updates.gaps[~is_first])
         if is_first.any():
             firsts = [updates.sequences[i] for i in np.flatnonzero(is_first).tolist()]
-            times = [s.first_token_time - s.arrival_time for s in firsts if s.first_token_time]
-            self.time_to_first_token.add(times)
+            times = [(s.first_token_time, s.arrival_time) for s in firsts]
+            self.time_to_first_token.add([end - start for end, start in times if end is not None])
         for sequence in updates.finished:
             self.observe_end(sequence)
 

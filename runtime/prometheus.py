@@ -46,7 +46,7 @@ class MetricsCollector:
         self._engines = {name: weakref.ref(engine) for name, engine in engines.items()}
 
     def collect(self) -> Iterable[Metric]:
-        """The metric families with one sample set for each engine; Prometheus' registry calls it."""
+        """The metric families with samples of each engine; Prometheus' registry calls it."""
         from prometheus_client.core import (
             CounterMetricFamily,
             GaugeMetricFamily,

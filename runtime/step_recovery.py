@@ -18,9 +18,9 @@ class StepRecovery:
     """Tries the requests of a failed step in halves, so that only the one at fault has to end.
 
     All others are held meanwhile. A group is cleared once each of its sequences has got a token
-    or has ended; one whose step fails is halved again; who fails alone is at fault. One faulty
-    request among n costs about 2 log2(n) steps, and a step that only was too large for the
-    memory ends nobody.
+    or has ended; one whose step fails is halved again; who fails alone, twice, is at fault. One
+    faulty request among n costs about 2 log2(n) steps. A failure that passes, or a step that only
+    was too large for the memory, ends nobody.
 
     If no step has run since the first one failed, a request of one token, of the engine's own,
     then tells a faulty request from an engine that can't run any step.
@@ -33,6 +33,7 @@ class StepRecovery:
         self._untried: list[list[Sequence]] = []
         self._held: list[Sequence] = []  # neither suspected nor tried
         self._has_step_run = False
+        self._failed_alone: Sequence | None = None
         self._probe: Sequence | None = None
         self.is_active = False
         """True while sequences are held."""
@@ -71,6 +72,11 @@ class StepRecovery:
             self._set_aside(suspects[half:])
             self._group = suspects[:half]
             return None
+        if suspects[0] is not self._failed_alone:
+            self._failed_alone = suspects[0]
+            self._group = suspects
+            return None
+        self._failed_alone = None
         if suspects[0] is self._probe:
             raise EngineDeadError(
                 f"no step runs any more, not even one of a single token: {failure.error!r}"

@@ -407,7 +407,7 @@ def test_max_waiting_counts_who_waits_for_memory_though_rows_are_free(checkpoint
     gate = Gate(llm)
 
     async def main():
-        streams = [llm.generate([7] * 40, greedy(4)) for _ in range(2)]
+        streams = [llm.generate([token] * 40, greedy(4)) for token in (7, 8)]
         thread = llm._thread
         await until(lambda: gate.is_blocking)
         await until(lambda: len(thread._submissions) + thread._inbox.qsize() == 2)

@@ -3,7 +3,13 @@
 from .backend import AttentionBackend, AttentionPlan, BoundAttention, LayerAttention
 from .metadata import AttentionMetadata, AttentionSpec
 from .paged_kv_cache import PagedKVCache, write_kv
-from .selection import backend_names, rejected_backends, select_backend
+from .selection import (
+    backend_names,
+    block_size_multiple,
+    preferred_block_size,
+    rejected_backends,
+    select_backend,
+)
 
 __all__ = [
     "AttentionBackend",
@@ -14,6 +20,8 @@ __all__ = [
     "LayerAttention",
     "PagedKVCache",
     "backend_names",
+    "block_size_multiple",
+    "preferred_block_size",
     "rejected_backends",
     "select_backend",
     "write_kv",

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
     from .metadata import AttentionMetadata, AttentionSpec
@@ -19,17 +21,26 @@ class AttentionPlan:
 
 
 class AttentionBackend(ABC):
-    """Computes causal attention over the paged KV cache for one model on one device."""
+    """Computes causal attention over the paged KV cache for one model on one device.
+
+    Args:
+        spec: what to attend.
+        cache_dir: where it may keep what it builds; None: stepgraph in the user's cache.
+    """
 
     name: ClassVar[str]
     """What users call the backend, as in select_backend(name, spec)."""
+    block_size_multiple: ClassVar[int] = 1
+    """What spec.block_size must be a multiple of."""
 
-    def __init__(self, spec: AttentionSpec) -> None:
+    def __init__(self, spec: AttentionSpec, *, cache_dir: Path | None = None) -> None:
         self.spec = spec
 
     @classmethod
     @abstractmethod
-    def unsupported_reasons(cls, spec: AttentionSpec) -> list[str]:
+    def unsupported_reasons(
+        cls, spec: AttentionSpec, *, cache_dir: Path | None = None
+    ) -> list[str]:
         """Say why this backend can't run spec here; an empty list means that it can."""
 
     @abstractmethod
@@ -45,6 +56,7 @@ class AttentionBackend(ABC):
         value: torch.Tensor,
         cache: PagedKVCache,
         plan: AttentionPlan,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write the step's keys and values into the cache, then attend.
 
@@ -58,9 +70,12 @@ class AttentionBackend(ABC):
             value: like key.
             cache: changed in place.
             plan: what this backend's plan() returned for the step.
+            out: where to put the result: contiguous, of query's shape and dtype, and no part of
+                it query, key or value. None: new memory.
 
         Returns:
-            [num_tokens, num_heads, head_dim], contiguous. Padded rows are finite.
+            [num_tokens, num_heads, head_dim], contiguous; `out` itself if it was given. Padded
+            rows are finite.
         """
 
 
@@ -83,7 +98,12 @@ class BoundAttention:
     cache: PagedKVCache
 
     def __call__(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run the backend on one layer; see AttentionBackend.run."""
-        return self.backend.run(layer, query, key, value, self.cache, self.plan)
+        return self.backend.run(layer, query, key, value, self.cache, self.plan, out)

@@ -36,9 +36,16 @@ class AttentionSpec:
     """One entry per layer: None, or w > 0 where a query at position p sees keys p-w+1 .. p."""
     scale: float
     """What q.k is multiplied by before the softmax; usually head_dim ** -0.5."""
+    soft_cap: float | None = None
+    """None, or c > 0 where a scaled score x becomes c * tanh(x / c) before the softmax."""
+    max_num_seqs: int = 256
+    """Most sequences of a step, for sizing workspaces; more make them grow."""
+    max_num_tokens: int = 8192
+    """Most rows of a step, likewise."""
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "num_kv_heads", "head_dim"):
+        counts = ("num_heads", "num_kv_heads", "head_dim", "max_num_seqs", "max_num_tokens")
+        for name in counts:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.num_heads % self.num_kv_heads:
@@ -51,6 +58,8 @@ class AttentionSpec:
             raise ValueError(
                 f"block_size must be a power of two from 1 to {MAX_BLOCK_SIZE}, got {size}"
             )
+        if self.soft_cap is not None and not self.soft_cap > 0:
+            raise ValueError(f"soft_cap must be None or positive, got {self.soft_cap}")
         for layer, window in enumerate(self.windows):
             if window is not None and window < 1:
                 raise ValueError(

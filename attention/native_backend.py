@@ -1,27 +1,28 @@
 """Attention on the CPU with a compiled kernel that reads pages in place.
 
 The kernel is one registered operator, stepgraph::native_attention, so that it can live in
-compiled layers and graphs. Its sources are in csrc/.
+compiled layers and graphs; its overload `out` writes into memory that is given. It reads nothing
+but its arguments, so a captured call sees what the buffers hold by then. Sources are in csrc/.
 """
 
 from __future__ import annotations
 
 import ctypes
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 
 from .backend import AttentionBackend, AttentionPlan
 from .metadata import AttentionMetadata, AttentionSpec
-from .native_build import NativeBuildError, load_library, usable_levels
-from .native_plan import NativePlan, make_plan
+from .native_build import NativeBuildError, load_library, usable_levels, usable_library
+from .native_plan import CapturableNativePlan, NativePlan, make_plan
 from .paged_kv_cache import PagedKVCache
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_SCHEMA = (
-    "native_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, "
-    "Tensor(b!) values, Tensor slot_mapping, Tensor block_tables, Tensor work, float scale, "
-    "int window, str level) -> Tensor"
+_ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, "
+    "Tensor slot_mapping, Tensor block_tables, Tensor work, float scale, int window, str library"
 )
 _NUM_CALL_WORDS = 25
 _PackedCall = ctypes.c_int64 * _NUM_CALL_WORDS
@@ -32,19 +33,23 @@ class NativeBackend(AttentionBackend):
 
     Args:
         spec: what to attend.
+        cache_dir: where the built library is kept; None: stepgraph in the user's cache.
         level: the vector instructions to use, a name from usable_levels(); None takes the best.
     """
 
     name: ClassVar[str] = "native"
 
-    def __init__(self, spec: AttentionSpec, *, level: str | None = None) -> None:
-        super().__init__(spec)
-        self.level = usable_levels()[0] if level is None else level
-        load_library(self.level)
+    def __init__(
+        self, spec: AttentionSpec, *, cache_dir: Path | None = None, level: str | None = None
+    ) -> None:
+        super().__init__(spec, cache_dir=cache_dir)
+        self.library = usable_library(level or usable_levels()[0], cache_dir)
         self._windows = [0 if window is None else window for window in spec.windows]
 
     @classmethod
-    def unsupported_reasons(cls, spec: AttentionSpec) -> list[str]:
+    def unsupported_reasons(
+        cls, spec: AttentionSpec, *, cache_dir: Path | None = None
+    ) -> list[str]:
         """Other devices and dtypes are refused, and machines where the kernel can't be built.
 
         Builds it, so the first call may take some seconds.
@@ -56,9 +61,11 @@ class NativeBackend(AttentionBackend):
             reasons.append(f"dtype {spec.dtype} is none of {', '.join(map(str, _DTYPES))}")
         if not spec.scale > 0:
             reasons.append(f"scale {spec.scale} is not positive")
+        if spec.soft_cap is not None:
+            reasons.append("scores can't be capped")
         if not reasons:
             try:
-                load_library(usable_levels()[0])
+                usable_library(usable_levels()[0], cache_dir)
             except NativeBuildError as error:
                 reasons.append(str(error))
         return reasons
@@ -71,6 +78,14 @@ class NativeBackend(AttentionBackend):
         )
         return make_plan(self.spec, metadata, torch.get_num_threads())
 
+    def capturable_plan(self, metadata: AttentionMetadata) -> CapturableNativePlan:
+        """A plan of decode steps that a full graph can hold; metadata is the first one's.
+
+        It keeps metadata's tensors, which hold each step's slots and block tables, and has work
+        lists of its own that each step overwrites.
+        """
+        return CapturableNativePlan(self.spec, metadata, torch.get_num_threads())
+
     def run(
         self,
         layer: int,
@@ -79,29 +94,33 @@ class NativeBackend(AttentionBackend):
         value: torch.Tensor,
         cache: PagedKVCache,
         plan: AttentionPlan,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write, then attend; padded rows give zeros. See AttentionBackend.run.
 
         Raises IndexError for a slot or a block outside the cache.
         """
         assert isinstance(plan, NativePlan), "the plan is another backend's"
-        result: torch.Tensor = _operator(
-            query,
-            key,
-            value,
-            cache.keys[layer],
-            cache.values[layer],
-            plan.slot_mapping,
-            plan.block_tables,
-            plan.layers[layer],
-            self.spec.scale,
-            self._windows[layer],
-            self.level,
+        args = (
+            *(query, key, value, cache.keys[layer], cache.values[layer]),
+            *(plan.slot_mapping, plan.block_tables, plan.layers[layer]),
+            *(self.spec.scale, self._windows[layer], self.library),
         )
-        return result
+        if out is None:
+            result: torch.Tensor = _operator(*args)
+            return result
+        _out_operator(*args, out=out)
+        return out
 
 
-def _native_attention(  # noqa: PLR0913 - an operator's arguments are flat
+def _native_attention(query: torch.Tensor, *args: Any) -> torch.Tensor:
+    """As `_native_attention_out`, into new memory."""
+    out = torch.empty(query.shape, dtype=query.dtype)
+    _native_attention_out(query, *args, out=out)
+    return out
+
+
+def _native_attention_out(  # noqa: PLR0913 - an operator's arguments are flat
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -112,8 +131,10 @@ def _native_attention(  # noqa: PLR0913 - an operator's arguments are flat
     work: torch.Tensor,
     scale: float,
     window: int,
-    level: str,
-) -> torch.Tensor:
+    library: str,
+    *,
+    out: torch.Tensor,
+) -> None:
     """Write key and value into one layer's pages, then attend; the operator's kernel.
 
     Args:
@@ -127,17 +148,15 @@ def _native_attention(  # noqa: PLR0913 - an operator's arguments are flat
         work: [n, WORK_COLUMNS] int32, contiguous; see NativePlan.
         scale: what scores are multiplied by.
         window: keys that a query sees, itself included; 0 for all.
-        level: which library to use.
-
-    Returns:
-        [num_tokens, num_heads, head_dim], contiguous.
+        library: path of the built library to use.
+        out: [num_tokens, num_heads, head_dim], contiguous, of query's dtype.
     """
     query, key, value = (_rows_contiguous(tensor) for tensor in (query, key, value))
     num_tokens, num_heads, head_dim = query.shape
     num_blocks, block_size, num_kv_heads, _ = keys.shape
     assert keys.is_contiguous() and values.is_contiguous() and work.is_contiguous()
     assert key.dtype == value.dtype == keys.dtype == values.dtype == query.dtype
-    out = torch.empty((num_tokens, num_heads, head_dim), dtype=query.dtype)
+    assert out.is_contiguous() and (out.shape, out.dtype) == (query.shape, query.dtype)
     # In the order of Call in csrc/call.h.
     packed = _PackedCall(
         query.data_ptr(),
@@ -164,35 +183,34 @@ def _native_attention(  # noqa: PLR0913 - an operator's arguments are flat
         ctypes.c_int64.from_buffer(ctypes.c_double(scale)).value,
     )
     bad = ctypes.c_int64()
-    status = load_library(level).stepgraph_attend(packed, ctypes.byref(bad))
+    status = load_library(library).stepgraph_attend(packed, ctypes.byref(bad))
     if status:
         what = ("slot", "block")[status - 1]
         raise IndexError(f"{what} {bad.value} is outside the cache of {num_blocks} blocks")
-    return out
 
 
 def _rows_contiguous(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _native_attention_fake(  # noqa: PLR0913 - as above
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    block_tables: torch.Tensor,
-    work: torch.Tensor,
-    scale: float,
-    window: int,
-    level: str,
-) -> torch.Tensor:
+def _native_attention_fake(query: torch.Tensor, *args: Any) -> torch.Tensor:
     return query.new_empty(query.shape)
 
 
+def _native_attention_out_fake(*args: Any, out: torch.Tensor) -> None:
+    pass
+
+
 _library = torch.library.Library("stepgraph", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(_SCHEMA)  # type: ignore[no-untyped-call]
+_library.define(f"native_attention({_ARGUMENTS}) -> Tensor")  # type: ignore[no-untyped-call]
 _library.impl("native_attention", _native_attention, "CPU")  # type: ignore[no-untyped-call]
 torch.library.register_fake("stepgraph::native_attention", _native_attention_fake, lib=_library)
+# It returns nothing: a result that is an argument too could not be functionalized.
+_OUT_SCHEMA = f"native_attention.out({_ARGUMENTS}, *, Tensor(c!) out) -> ()"
+_library.define(_OUT_SCHEMA)  # type: ignore[no-untyped-call]
+_library.impl("native_attention.out", _native_attention_out, "CPU")  # type: ignore[no-untyped-call]
+torch.library.register_fake(
+    "stepgraph::native_attention.out", _native_attention_out_fake, lib=_library
+)
 _operator = torch.ops.stepgraph.native_attention.default
+_out_operator = torch.ops.stepgraph.native_attention.out

@@ -86,7 +86,10 @@ def _cpu_features() -> frozenset[str]:
 
 
 def cache_directory() -> Path:
-    """Where libraries are kept unless told otherwise: stepgraph in the user's cache."""
+    """Where libraries are kept unless told otherwise: stepgraph in the user's cache.
+
+    The runtime has a twin of this for models, which must not import torch as this package does.
+    """
     base = os.environ.get("XDG_CACHE_HOME")
     # The base directory specification says that a relative path there is to be ignored.
     root = Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache"
@@ -179,15 +182,25 @@ def _run(command: list[str]) -> str:
 
 
 @functools.cache
-def load_library(level: str, cache_dir: Path | None = None) -> ctypes.CDLL:
-    """Load the library for a level, built if need be, and connect it to torch's threads.
+def usable_library(level: str, cache_dir: Path | None = None) -> str:
+    """Path of the library for a level, built if need be and known to load.
 
-    Raises NativeBuildError like build_library, and if torch doesn't run on OpenMP.
+    Raises NativeBuildError like build_library and load_library.
+    """
+    path = str(build_library(level, cache_dir=cache_dir))
+    load_library(path)
+    return path
+
+
+@functools.cache
+def load_library(path: str) -> ctypes.CDLL:
+    """Load a library that build_library made, and connect it to torch's threads.
+
+    Raises NativeBuildError if it can't be loaded, and if torch doesn't run on OpenMP.
     """
     openmp = _torch_openmp()
-    path = build_library(level, cache_dir=cache_dir)
     try:
-        library = ctypes.CDLL(str(path))
+        library = ctypes.CDLL(path)
     except OSError as error:
         raise NativeBuildError(f"the compiled library can't be loaded ({error})") from error
     library.stepgraph_use_openmp.argtypes = [ctypes.c_void_p]

@@ -66,6 +66,50 @@ def make_plan(spec: AttentionSpec, metadata: AttentionMetadata, num_threads: int
     )
 
 
+class CapturableNativePlan:
+    """Plans decode steps of one number of sequences into buffers that never move.
+
+    Args:
+        spec: what is attended.
+        metadata: the first step, uniform decode. Its tensors are kept: they hold the slots and the
+            block tables of every later step.
+        num_threads: the threads of all steps.
+    """
+
+    def __init__(self, spec: AttentionSpec, metadata: AttentionMetadata, num_threads: int) -> None:
+        self._spec = spec
+        self._num_threads = num_threads
+        num_seqs = metadata.num_seqs
+        # Splitting adds at most 2 * _ITEMS_PER_THREAD items a thread, and a sequence has one
+        # reduction at most; one without keys has an item too.
+        num_rows = 1 + 2 * num_seqs + 2 * _ITEMS_PER_THREAD * num_threads
+        self._buffers = {
+            window: torch.zeros((num_rows, WORK_COLUMNS), dtype=torch.int32)
+            for window in dict.fromkeys(spec.windows)
+        }
+        self.plan = NativePlan(
+            slot_mapping=metadata.slot_mapping,
+            block_tables=metadata.block_tables,
+            layers=tuple(self._buffers[window] for window in spec.windows),
+        )
+        """What a graph is captured with."""
+        self.refresh(metadata)
+
+    def refresh(self, metadata: AttentionMetadata) -> bool:
+        """Plan a step of as many sequences, whose tensors are those of the first; always True.
+
+        Nothing but the work lists depends on the step, and the kernel reads their lengths there.
+        """
+        plan = make_plan(self._spec, metadata, self._num_threads)
+        for name in ("slot_mapping", "block_tables"):
+            given, kept = getattr(plan, name), getattr(self.plan, name)
+            assert given.data_ptr() == kept.data_ptr(), f"{name} isn't the first step's"
+        work_lists = dict(zip(self._spec.windows, plan.layers, strict=True))
+        for window, work in work_lists.items():
+            self._buffers[window][: len(work)] = work
+        return True
+
+
 def _work_list(
     spec: AttentionSpec, metadata: AttentionMetadata, window: int | None, num_threads: int
 ) -> torch.Tensor:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from .metadata import AttentionSpec
+
+logger = logging.getLogger("stepgraph.attention")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -67,6 +72,8 @@ def write_kv(
 ) -> None:
     """Write row t of key and value to slot slot_mapping[t] of one layer's cache.
 
+    One Triton kernel on CUDA where Triton is installed, else torch's index_copy_.
+
     Args:
         key: [num_tokens, num_kv_heads, head_dim], any strides, of the cache's dtype.
         value: like key.
@@ -75,5 +82,32 @@ def write_kv(
         slot_mapping: [num_tokens] int64, on the cache's device. Live rows have distinct
             slots; padded rows share those of the null block, and any of them may win.
     """
+    if keys.is_cuda:
+        with torch.cuda.device(keys.device):
+            _cuda_writer()(key, value, keys, values, slot_mapping)
+    else:
+        _copy_rows(key, value, keys, values, slot_mapping)
+
+
+def _copy_rows(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
     keys.view(-1, *keys.shape[2:]).index_copy_(0, slot_mapping, key)
     values.view(-1, *values.shape[2:]).index_copy_(0, slot_mapping, value)
+
+
+@functools.cache
+def _cuda_writer() -> Callable[..., None]:
+    """What write_kv calls on CUDA; says once if it isn't the kernel."""
+    try:
+        import triton  # noqa: F401 - the kernel's module imports it later
+    except ImportError as error:
+        logger.warning("K/V is written by index_copy_, since Triton can't be imported: %s", error)
+        return _copy_rows
+    from .kv_write_kernel import write_rows
+
+    return write_rows

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 from .backend import AttentionBackend
 from .metadata import AttentionSpec
 
 logger = logging.getLogger("stepgraph.attention")
+
+
+def _load_flashinfer() -> type[AttentionBackend]:
+    from .flashinfer_backend import FlashInferBackend
+
+    return FlashInferBackend
+
+
+def _load_flash_attn() -> type[AttentionBackend]:
+    from .flash_attn_backend import FlashAttnBackend
+
+    return FlashAttnBackend
 
 
 def _load_native() -> type[AttentionBackend]:
@@ -26,11 +40,14 @@ def _load_torch() -> type[AttentionBackend]:
 # In the order of preference. A loader imports its backend's module only when it is asked, and
 # that module imports its vendor's package only when it is used.
 _LOADERS: dict[str, Callable[[], type[AttentionBackend]]] = {
+    "flashinfer": _load_flashinfer,
+    "flash_attn": _load_flash_attn,
     "native": _load_native,
     "torch": _load_torch,
 }
 # What is lost when one that was made for a type of device can't run on it.
 _LOSSES: dict[str, tuple[str, str]] = {
+    "flashinfer": ("cuda", "attention on this GPU may take longer"),
     "native": ("cpu", "attention on this CPU will take several times as long"),
 }
 
@@ -40,35 +57,85 @@ def backend_names() -> tuple[str, ...]:
     return tuple(_LOADERS)
 
 
-def rejected_backends(spec: AttentionSpec) -> dict[str, list[str]]:
+def rejected_backends(
+    spec: AttentionSpec, *, cache_dir: Path | None = None
+) -> dict[str, list[str]]:
     """Map each backend that can't run spec here to all of its reasons."""
-    reasons = {name: load().unsupported_reasons(spec) for name, load in _LOADERS.items()}
+    reasons = {
+        name: load().unsupported_reasons(spec, cache_dir=cache_dir)
+        for name, load in _LOADERS.items()
+    }
     return {name: why for name, why in reasons.items() if why}
 
 
-def select_backend(name: str, spec: AttentionSpec) -> AttentionBackend:
+def block_size_multiple(name: str) -> int:
+    """What block sizes must be a multiple of for the backend called name; 1 for "auto".
+
+    Raises ValueError for an unknown name.
+    """
+    return 1 if name == "auto" else _backend_class(name).block_size_multiple
+
+
+def preferred_block_size(
+    name: str, spec: AttentionSpec, *, cache_dir: Path | None = None
+) -> tuple[int, str]:
+    """The block size for the backend called name, or for the one that "auto" will take.
+
+    Args:
+        name: as for select_backend.
+        spec: with the default block size, which is kept unless the backend needs another one.
+        cache_dir: as for select_backend.
+
+    Returns:
+        The block size, and why it is this one.
+    """
+    names = list(_LOADERS) if name == "auto" else [name]
+    # Once the rest takes the default, which of them can run doesn't matter.
+    while any(spec.block_size % block_size_multiple(candidate) for candidate in names):
+        candidate = names.pop(0)
+        backend = _backend_class(candidate)
+        size = max(spec.block_size, backend.block_size_multiple)
+        fitting = dataclasses.replace(spec, block_size=size)
+        if name == candidate or not backend.unsupported_reasons(fitting, cache_dir=cache_dir):
+            why = "the default" if fitting == spec else f"what attention backend {candidate} needs"
+            return size, why
+    return spec.block_size, "the default"
+
+
+def select_backend(
+    name: str, spec: AttentionSpec, *, cache_dir: Path | None = None
+) -> AttentionBackend:
     """Make the backend called name, or with "auto" the preferred one of those that can run.
+
+    Args:
+        name: one of backend_names(), or "auto".
+        spec: what it has to attend.
+        cache_dir: where it may keep what it builds; None: stepgraph in the user's cache.
 
     Raises ValueError for an unknown name, for a backend that can't run spec here (with its
     reasons; no other one is taken instead), and for "auto" when none can.
     """
     if name == "auto":
-        return _select_preferred(spec)
-    if name not in _LOADERS:
-        known = ", ".join(["auto", *_LOADERS])
-        raise ValueError(f"unknown attention backend {name!r}; choose one of {known}")
-    backend = _LOADERS[name]()
-    reasons = backend.unsupported_reasons(spec)
+        return _select_preferred(spec, cache_dir)
+    backend = _backend_class(name)
+    reasons = backend.unsupported_reasons(spec, cache_dir=cache_dir)
     if reasons:
         raise ValueError(
             f"attention backend {name!r} can't run here: {'; '.join(reasons)}. "
             'Choose another one, or "auto"'
         )
-    return backend(spec)
+    return backend(spec, cache_dir=cache_dir)
 
 
-def _select_preferred(spec: AttentionSpec) -> AttentionBackend:
-    rejected = rejected_backends(spec)
+def _backend_class(name: str) -> type[AttentionBackend]:
+    if name not in _LOADERS:
+        known = ", ".join(["auto", *_LOADERS])
+        raise ValueError(f"unknown attention backend {name!r}; choose one of {known}")
+    return _LOADERS[name]()
+
+
+def _select_preferred(spec: AttentionSpec, cache_dir: Path | None) -> AttentionBackend:
+    rejected = rejected_backends(spec, cache_dir=cache_dir)
     passed_over = {name: "; ".join(why) for name, why in rejected.items()}
     usable = [name for name in _LOADERS if name not in rejected]
     if not usable:
@@ -85,4 +152,4 @@ def _select_preferred(spec: AttentionSpec) -> AttentionBackend:
             )
     listing = ", ".join(f"{name} ({why})" for name, why in passed_over.items()) or "none"
     logger.info("attention backend: %s (auto); passed over: %s", chosen, listing)
-    return _LOADERS[chosen]()(spec)
+    return _LOADERS[chosen]()(spec, cache_dir=cache_dir)

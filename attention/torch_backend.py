@@ -11,6 +11,7 @@ a vector: [batch, num_kv_heads, rows * queries_per_kv, head_dim].
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -29,17 +30,22 @@ class TorchBackend(AttentionBackend):
 
     name: ClassVar[str] = "torch"
 
-    def __init__(self, spec: AttentionSpec) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: AttentionSpec, *, cache_dir: Path | None = None) -> None:
+        super().__init__(spec, cache_dir=cache_dir)
         self._dtype = compute_dtype(spec)
         self._extra_rows = _extra_rows(spec, self._dtype)
 
     @classmethod
-    def unsupported_reasons(cls, spec: AttentionSpec) -> list[str]:
-        """Only a dtype that isn't a usual floating type is refused."""
-        if spec.dtype in _DTYPES:
-            return []
-        return [f"dtype {spec.dtype} is none of {', '.join(map(str, _DTYPES))}"]
+    def unsupported_reasons(
+        cls, spec: AttentionSpec, *, cache_dir: Path | None = None
+    ) -> list[str]:
+        """A dtype that isn't a usual floating type is refused, and capped scores."""
+        reasons = []
+        if spec.dtype not in _DTYPES:
+            reasons.append(f"dtype {spec.dtype} is none of {', '.join(map(str, _DTYPES))}")
+        if spec.soft_cap is not None:
+            reasons.append("scores can't be capped")
+        return reasons
 
     def plan(self, metadata: AttentionMetadata) -> TorchPlan:
         """Make the index tensors and masks that all layers of the step use."""
@@ -57,6 +63,7 @@ class TorchBackend(AttentionBackend):
         value: torch.Tensor,
         cache: PagedKVCache,
         plan: AttentionPlan,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write, then attend; padded rows give zeros. See AttentionBackend.run."""
         assert isinstance(plan, TorchPlan), "the plan is another backend's"
@@ -64,8 +71,10 @@ class TorchBackend(AttentionBackend):
         write_kv(key, value, keys, values, plan.slot_mapping)
         keys, values = keys.flatten(0, 1), values.flatten(0, 1)
         if plan.singles_are_the_batch:
-            return self._attend_singles(query, keys, values, plan, layer)
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+            attended = self._attend_singles(query, keys, values, plan, layer)
+            return attended if out is None else out.copy_(attended)
+        if out is None:
+            out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if plan.single_rows is not None:
             rows = query.index_select(0, plan.single_rows)
             attended = self._attend_singles(rows, keys, values, plan, layer)

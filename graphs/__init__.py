@@ -1,14 +1,17 @@
 """How a forward pass is launched. Knows tensors, not requests."""
 
+from .capture_sizes import CaptureLadders, Launch
+from .captured_graphs import TrialCapture
 from .decode_graph import CapturablePlan, GraphSupport
 from .forward_model import ForwardModel
 from .graph import CaptureError, Graph, GraphPool
 from .graph_runner import GraphMode, GraphOptions, GraphRunner, PreparedStep
-from .step_statistics import Launch, StepStatistics
+from .step_statistics import StepStatistics
 
 __all__ = [
     "CapturablePlan",
     "CaptureError",
+    "CaptureLadders",
     "ForwardModel",
     "Graph",
     "GraphMode",
@@ -19,4 +22,5 @@ __all__ = [
     "Launch",
     "PreparedStep",
     "StepStatistics",
+    "TrialCapture",
 ]

@@ -1,4 +1,4 @@
-"""Which sizes are captured, and the size that a step is padded to. Pure: imports no torch."""
+"""Which sizes are captured, and the size that each step is padded to. Pure: imports no torch."""
 
 from __future__ import annotations
 
@@ -7,20 +7,25 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Literal
+
+LaunchMode = Literal["eager", "full", "piecewise"]
 
 _FORM = 'sizes and ranges start-stop:step with commas between, as in "1,2,4,8-64:8,128"'
 MAX_SIZE = 1 << 20
 """Largest size that can be asked for, in tokens."""
 MAX_NUM_SIZES = 1024
 """Most sizes of one list: each one costs a capture and its memory."""
-DEFAULT_NUM_SIZES = 24
-"""Sizes of the default ladders, both together."""
+MAX_PADDING = 2
+"""A step is never padded to more than this many times its tokens."""
 
 _ITEM = re.compile(r"([0-9]+)(?:\s*-\s*([0-9]+)\s*:\s*([0-9]+))?", re.ASCII)
-_SMALLEST_MIXED = 64
-"""First mixed size: below it, time hardly depends on the size."""
 _CONTEXT_FACTOR = 1.5
 """By how much the K/V of decodes, which is read too, lifts the ridge of a mixed step."""
+_MIN_SPACE = 32
+"""Sizes nearer to each other than this save too little to be captured."""
+_SPACE_SHARE = 1 / 12
+"""Spaces grow with the size once this share of it is the larger one."""
 _ROUNDING = 8
 """Sizes above the ridge are multiples of it where they can be, which the kernels prefer."""
 
@@ -177,100 +182,134 @@ class CaptureSizes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CaptureLadders:
-    """The ladders of both kinds of step. A size may be in both: those are two graphs."""
+class Launch:
+    """How one step runs."""
 
-    decode: CaptureSizes
-    """For uniform decode, in sequences, which are as many tokens."""
-    mixed: CaptureSizes
-    """For all other steps, in tokens."""
+    mode: LaunchMode
+    """full: one graph; piecewise: graph segments around attention; eager: no graph."""
+    size: int
+    """Tokens that run: the captured size, or the batch's own count when eager."""
+    fall: str = ""
+    """Why no graph was used where graphs are on; empty otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureLadders:
+    """The sizes of both kinds of graph, and the choice among them for each step.
+
+    Scheduler and graph runner ask the same value, so the bucket that the one counts with is the
+    size that the other launches. A size may be in both ladders: those are two graphs.
+    """
+
+    decode: CaptureSizes | None
+    """Of full graphs, for uniform decode, in sequences, which are as many tokens. None: there are
+    no full graphs, and decode steps are launched as the others are."""
+    mixed: CaptureSizes | None
+    """Of piecewise graphs, for any step, in tokens. None: there are no such graphs."""
 
     @classmethod
     def default(
-        cls,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        ridge: int,
-        num_sizes: int = DEFAULT_NUM_SIZES,
+        cls, *, max_num_seqs: int, max_num_batched_tokens: int, ridge: int
     ) -> CaptureLadders:
-        """Ladders whose tops are the limits themselves, so that every step has a size.
+        """Ladders that hold every step, none of it padded above MAX_PADDING times.
 
-        Decode sizes double; padding a decode step costs little, since it reads the weights
-        whatever its size. The rest of `num_sizes` goes to mixed steps: few below the ridge, where
-        padding is almost free, and evenly spaced ones above it, where each token costs the same.
+        One list of sizes for both, see `default_sizes`, to which the limits themselves belong.
 
         Args:
             max_num_seqs: most sequences of a step.
             max_num_batched_tokens: most tokens of a step.
             ridge: tokens from which a step without context is bound by computation.
-            num_sizes: most sizes, both ladders together; at least 4.
-
-        Raises:
-            ValueError: `num_sizes` is too small.
         """
-        if num_sizes < 4:
-            raise ValueError(f"num_sizes={num_sizes} is below 4, two for each ladder")
-        decode = default_sizes(
-            max_num_seqs, ridge=max_num_seqs, num_sizes=max(2, num_sizes * 3 // 8)
+        sizes = default_sizes(max_num_batched_tokens, ridge=round(_CONTEXT_FACTOR * ridge))
+        return cls.explicit(
+            (*sizes, max_num_seqs),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
         )
-        mixed = default_sizes(
-            max_num_batched_tokens,
-            ridge=round(_CONTEXT_FACTOR * ridge),
-            num_sizes=num_sizes - len(decode),
-            smallest=_SMALLEST_MIXED,
-            ratio=4,
-        )
-        return cls(decode=CaptureSizes(decode), mixed=CaptureSizes(mixed))
 
     @classmethod
     def explicit(
         cls, sizes: Iterable[int], *, max_num_seqs: int, max_num_batched_tokens: int
     ) -> CaptureLadders:
-        """One list for both kinds of step, cut at the limit of each. Larger steps run eagerly."""
+        """One list for both kinds of graph, cut at the limit of each. Larger steps run eagerly."""
         sizes = tuple(sizes)
         return cls(
             decode=CaptureSizes.up_to(max_num_seqs, sizes),
             mixed=CaptureSizes.up_to(max_num_batched_tokens, sizes),
         )
 
+    def without_full_graphs(self) -> CaptureLadders:
+        """Decode steps are piecewise too, and bring their sizes along."""
+        if self.decode is None or self.mixed is None:
+            return CaptureLadders(decode=None, mixed=self.mixed)
+        sizes = CaptureSizes((*self.decode.sizes, *self.mixed.sizes))
+        return CaptureLadders(decode=None, mixed=sizes)
+
+    def without_piecewise_graphs(self) -> CaptureLadders:
+        """Steps other than uniform decode run eagerly."""
+        return CaptureLadders(decode=self.decode, mixed=None)
+
     @property
     def num_sizes(self) -> int:
-        """Sizes of both ladders: as many captures."""
-        return len(self.decode.sizes) + len(self.mixed.sizes)
+        """Different sizes of both ladders together."""
+        return len(
+            {size for ladder in (self.decode, self.mixed) if ladder for size in ladder.sizes}
+        )
+
+    def choose(self, num_tokens: int, *, is_uniform_decode: bool) -> Launch:
+        """How to run a step of at least one token, by its kind.
+
+        Uniform decode that no full graph fits is piecewise; what fits no graph is eager.
+        """
+        ladders: tuple[tuple[LaunchMode, CaptureSizes | None], ...] = (
+            ("full", self.decode if is_uniform_decode else None),
+            ("piecewise", self.mixed),
+        )
+        fall = ""
+        for mode, ladder in ladders:
+            if ladder is None:
+                continue
+            size = ladder.lookup(num_tokens)
+            if size is None:
+                fall = "above the largest size"
+            elif size > MAX_PADDING * num_tokens:
+                fall = f"padding above {MAX_PADDING}x"
+            else:
+                return Launch(mode=mode, size=size)
+        return Launch(mode="eager", size=num_tokens, fall=fall)
 
     def lookup(self, num_tokens: int, *, is_uniform_decode: bool) -> int | None:
-        """The size that a step is padded to, by its kind; None above the top."""
-        return (self.decode if is_uniform_decode else self.mixed).lookup(num_tokens)
+        """The size that a step is padded to, by its kind; None if it runs at its own size."""
+        launch = self.choose(num_tokens, is_uniform_decode=is_uniform_decode)
+        return None if launch.mode == "eager" else launch.size
 
 
-def default_sizes(
-    limit: int, *, ridge: int, num_sizes: int, smallest: int = 1, ratio: float = 2.0
-) -> tuple[int, ...]:
-    """Geometric sizes from `smallest` to the ridge, then evenly spaced ones up to `limit`.
+def default_sizes(limit: int, *, ridge: int) -> tuple[int, ...]:
+    """Doubling sizes up to the ridge, then evenly spaced ones, then ones with growing spaces.
 
-    Padding a step below the ridge by a constant factor costs nearly nothing in time, and above
-    it each token costs the same, so there only an even spacing bounds the time that is lost.
+    Below the ridge padding costs nearly nothing in time, so MAX_PADDING alone decides. Above it
+    each token costs the same: spaces of half the ridge bound the time that is lost, and where a
+    twelfth of the size is more than that, a twelfth bounds its share. The number of sizes thus
+    grows with the limit, ever slower.
 
     Args:
         limit: the largest size, always present.
-        ridge: where the spacing changes; a size itself if there is one above it.
-        num_sizes: most sizes, at least 2.
-        smallest: the first size, where the limit allows it.
-        ratio: of neighbours below the ridge; larger where `num_sizes` leaves no room for it.
+        ridge: where the doubling ends.
     """
-    if num_sizes < 2:
-        raise ValueError(f"num_sizes={num_sizes} is below 2")
-    if smallest >= limit:
-        return (limit,)
-    ridge = max(smallest, min(ridge, limit))
-    most_below = num_sizes - 1 if ridge == limit else max(1, num_sizes // 2)
-    # A last step barely above `ratio` is not worth a size of its own.
-    num_below = min(most_below, max(1, math.ceil(math.log(ridge / smallest, ratio) - 0.1)))
-    ratio = max(ratio, (ridge / smallest) ** (1 / num_below))
-    sizes = {min(limit, round(smallest * ratio**place)) for place in range(num_below)}
-    num_spaces = num_sizes - num_below - 1
-    for place in range(num_spaces if ridge < limit else 0):
-        size = ridge + (limit - ridge) * place / num_spaces
-        sizes.add(min(limit, -(-round(size) // _ROUNDING) * _ROUNDING))
-    return tuple(sorted(sizes | {limit}))
+    ridge = max(ridge, _MIN_SPACE)
+    sizes = [1]
+    while 2 * sizes[-1] <= min(ridge, limit):
+        sizes.append(2 * sizes[-1])
+    first, space = sizes[-1], max(_MIN_SPACE, ridge / 2)
+    # Spaces from `first` to a size, as a number: even up to `turn`, geometric beyond.
+    turn = max(first, space / _SPACE_SHARE)
+    num_even = (min(limit, turn) - first) / space
+    num_growing = math.log(max(limit, turn) / turn) / _SPACE_SHARE
+    num_spaces = math.ceil(num_even + num_growing)
+    for place in range(1, num_spaces):
+        number = (num_even + num_growing) * place / num_spaces
+        size = first + number * space
+        if number > num_even:
+            size = turn * math.exp((number - num_even) * _SPACE_SHARE)
+        sizes.append(min(limit, -(-round(size) // _ROUNDING) * _ROUNDING))
+    return tuple(sorted({*sizes, limit}))

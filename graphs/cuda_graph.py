@@ -48,6 +48,21 @@ class CudaGraphPool(GraphPool):
     def link(self, graphs: Sequence[Graph]) -> None:
         """Nothing to do: a capture never takes memory that was live when it began."""
 
+    def num_bytes(self) -> int:
+        """All of the device's memory in use, other programs' included.
+
+        Graphs take memory beside the allocator's too, which only the driver counts. What the
+        allocator holds without using it is given back first.
+        """
+        torch.cuda.synchronize(self.device)  # sync: only around captures
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        return total - free
+
+    def wait_idle(self) -> None:
+        """See GraphPool.wait_idle."""
+        torch.cuda.synchronize(self.device)  # sync: once for each capture between steps
+
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """See GraphPool.alias. The memory stays mapped as long as a graph of the pool lives."""
         if tensor.numel() == 0:

@@ -75,5 +75,13 @@ class GraphPool(ABC):
         """
 
     @abstractmethod
+    def num_bytes(self) -> int:
+        """Memory in use, as far as captures change it: what one took is the growth meanwhile."""
+
+    @abstractmethod
+    def wait_idle(self) -> None:
+        """Return when the device has nothing left to do: what a capture between steps needs."""
+
+    @abstractmethod
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory as tensor, without keeping later captures from using it again."""

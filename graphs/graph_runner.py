@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 
-from attention import (
-    AttentionBackend,
-    AttentionMetadata,
-    AttentionPlan,
-    BoundAttention,
-    PagedKVCache,
-)
+from attention import AttentionBackend, AttentionMetadata, AttentionPlan, PagedKVCache
 
-from .decode_graph import DecodeGraph, GraphSupport
+from .capture_sizes import CaptureLadders, CaptureSizes, Launch
+from .captured_graphs import (
+    CAPTURE_ERRORS,
+    Bucket,
+    CapturedGraphs,
+    GraphKind,
+    TrialCapture,
+)
+from .decode_graph import GraphSupport
 from .forward_model import ForwardModel
 from .graph import GraphPool
-from .mixed_graph import MixedGraph
 from .static_inputs import StaticInputs
-from .step_statistics import Launch, StepStatistics
+from .step_statistics import CaptureStatistics, StepStatistics
 
 logger = logging.getLogger("stepgraph.graphs")
 
 GraphMode = Literal["none", "full", "piecewise", "full_and_piecewise"]
-Bucket = tuple[Literal["full", "piecewise"], int]
-
-MAX_PADDING = 2
-"""A step is never padded to more than this many times its tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +45,9 @@ class GraphOptions:
     """Numbers of tokens, for piecewise graphs."""
     max_blocks_per_seq: int
     """Columns of the widest block table that can occur."""
+    lazy: bool = False
+    """Capture at first use; only the largest size of each kind, whose memory the others run in,
+    before the first step."""
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(GraphMode):
@@ -69,6 +69,8 @@ class PreparedStep:
     """Counts the steps prepared, so that a stale one is noticed."""
     num_tokens: int
     """Real tokens."""
+    is_uniform_decode: bool
+    """Whether every query length is one."""
     input_ids: torch.Tensor
     """[launch.size] padded; a slice of the static buffer if a graph runs."""
     positions: torch.Tensor
@@ -96,8 +98,8 @@ class GraphRunner:
     work on the current stream, which orders them after earlier steps. `run` returns memory of
     its own, which no later step overwrites.
 
-    To estimate graph memory, capture the largest sizes alone against a cache of two blocks,
-    read what the device has allocated, and drop that runner and its pool.
+    To estimate graph memory, `measure` a runner with a cache of two blocks, and drop it with its
+    pool.
 
     Args:
         model: the forward, compiled or not; captured as it is.
@@ -121,12 +123,12 @@ class GraphRunner:
     ) -> None:
         self._model = model
         self._backend = backend
-        self._cache = cache
         self._pool = pool
-        self._support = graph_support
-        self._buckets = _wanted_buckets(options, graph_support)
+        self._options = options
+        self._has_full_graphs = graph_support is not None
+        self._buckets = _wanted_buckets(options, has_full_graphs=self._has_full_graphs)
         sizes = [size for _, size in self._buckets]
-        seqs = [size for mode, size in self._buckets if mode == "full"]
+        seqs = [size for kind, size in self._buckets if kind == "full"]
         self._inputs = StaticInputs(
             max_tokens=max(sizes, default=0),
             max_seqs=max(seqs, default=0),
@@ -134,49 +136,46 @@ class GraphRunner:
             block_size=backend.spec.block_size,
             device=backend.spec.device,
         )
-        self._hidden = torch.empty(0)
-        self._full: dict[int, DecodeGraph] = {}
-        self._piecewise: dict[int, MixedGraph] = {}
-        self._ladders: dict[str, list[int]] = {"full": [], "piecewise": []}
+        self._graphs = CapturedGraphs(model, backend, cache, self._inputs, pool, graph_support)
         self._num_prepared = 0
+        self.ladders = CaptureLadders(decode=None, mixed=None)
+        """The sizes that `dispatch` chooses from: those with a graph, or with one to come."""
         self.dropped: dict[Bucket, str] = {}
         """Sizes that have no graph though they were wanted, and why."""
         self.statistics = StepStatistics()
         """Of all steps run so far."""
 
-    def captured_sizes(self, mode: Literal["full", "piecewise"]) -> tuple[int, ...]:
-        """Sizes that have a graph of the mode, ascending."""
-        return tuple(self._ladders[mode])
+    def captured_sizes(self, kind: GraphKind) -> tuple[int, ...]:
+        """Sizes that have a graph by now, ascending."""
+        return tuple(sorted(self._graphs.full if kind == "full" else self._graphs.piecewise))
 
-    @torch.inference_mode()
     def capture(self, progress: Callable[[Sequence[Bucket]], Iterable[Bucket]] = iter) -> None:
-        """Capture all sizes, the largest first, so that the smaller ones reuse its memory.
+        """Capture the sizes, the largest first, so that the smaller ones reuse its memory.
 
         A size that can't be captured is left out with a warning.
 
         Args:
-            progress: wraps the list of sizes to be captured, as tqdm does.
+            progress: wraps the list of what is captured now, as tqdm does.
         """
-        if not self._buckets:
-            return
-        largest = max(size for _, size in self._buckets)
-        attend = self._bind(self._backend.plan(self._inputs.dummy_mixed(largest)))
-        inputs = self._inputs
-        hidden = self._model(inputs.input_ids[:largest], inputs.positions[:largest], attend)
-        self._hidden = torch.zeros_like(hidden)
-        for mode, size in progress(self._buckets):
-            try:
-                self._capture(mode, size)
-            except RuntimeError as error:  # out of memory is one too
-                self.dropped[mode, size] = str(error)
-                logger.warning(
-                    "no %s graph for size %d, its steps use the next larger one or run eagerly: %s",
-                    *(mode, size, error),
-                )
+        if self._options.mode in ("full", "full_and_piecewise") and not self._has_full_graphs:
+            logger.warning(
+                "the attention backend can't be part of a full graph: graph mode %s goes "
+                "without full graphs",
+                self._options.mode,
+            )
+        largest: dict[GraphKind, Bucket] = {}
+        for bucket in self._buckets:
+            largest.setdefault(bucket[0], bucket)
+        for bucket in progress(list(largest.values()) if self._options.lazy else self._buckets):
+            self._capture(bucket, at_first_use=False)
         self._update_ladders()
 
+    def measure(self) -> list[TrialCapture]:
+        """What the graphs of each kind take, from trial captures; this runner is of no use then."""
+        return self._graphs.measure(self._buckets)
+
     def dispatch(self, num_tokens: int, num_seqs: int, uniform: bool) -> Launch:
-        """Choose how to run a step.
+        """Choose how to run a step, and capture what it takes if that is left to the first use.
 
         Args:
             num_tokens: real tokens.
@@ -184,20 +183,14 @@ class GraphRunner:
             uniform: whether every query length is one.
         """
         assert not uniform or num_tokens == num_seqs, "a uniform step has one token per sequence"
-        fall = ""
-        modes: tuple[Literal["full", "piecewise"], ...] = ("full", "piecewise")
-        for mode in modes if uniform else modes[1:]:
-            ladder = self._ladders[mode]
-            if not ladder:
-                continue
-            place = bisect.bisect_left(ladder, num_tokens)
-            if place == len(ladder):
-                fall = "above the largest size"
-            elif ladder[place] > MAX_PADDING * num_tokens:
-                fall = f"padding above {MAX_PADDING}x"
-            else:
-                return Launch(mode=mode, size=ladder[place])
-        if not fall and any(mode == "piecewise" or uniform for mode, _ in self._buckets):
+        launch = self.ladders.choose(num_tokens, is_uniform_decode=uniform)
+        fall = launch.fall
+        if launch.mode != "eager":
+            bucket = (launch.mode, launch.size)
+            if bucket in self._graphs or self._capture_late(bucket):
+                return launch
+            fall = "capture failed"
+        elif not fall and any(kind == "piecewise" or uniform for kind, _ in self._buckets):
             fall = "no graph captured"
         return Launch(mode="eager", size=num_tokens, fall=fall)
 
@@ -226,7 +219,7 @@ class GraphRunner:
         if launch.mode != "eager":
             inputs.load(input_ids, positions, metadata.slot_mapping, size)
         if launch.mode == "full":
-            plan = self._full[size].refresh(inputs.load_decode(metadata, size))
+            plan = self._graphs.full[size].refresh(inputs.load_decode(metadata, size))
             if plan is None:
                 launch = self._retire(launch, num_tokens)
         elif launch.mode == "piecewise":
@@ -241,6 +234,7 @@ class GraphRunner:
             launch=launch,
             number=self._num_prepared,
             num_tokens=num_tokens,
+            is_uniform_decode=metadata.max_seqlen_q == 1,
             input_ids=input_ids,
             positions=positions,
             plan=plan,
@@ -258,37 +252,55 @@ class GraphRunner:
             [n, hidden_size], never the graph's own memory.
         """
         assert step.number == self._num_prepared, "another step was prepared since"
-        self.statistics.count(step.launch, step.num_tokens)
-        attend = self._bind(step.plan)
+        self.statistics.count(
+            step.launch, step.num_tokens, is_uniform_decode=step.is_uniform_decode
+        )
+        attend = self._graphs.bind(step.plan)
         if step.launch.mode == "eager":
             hidden = self._model(step.input_ids, step.positions, attend)
             return hidden if rows is None else hidden.index_select(0, rows)
         if step.launch.mode == "full":
-            self._full[step.launch.size].replay()
+            self._graphs.full[step.launch.size].replay()
         else:
-            self._piecewise[step.launch.size].replay(attend)
-        hidden = self._hidden[: step.num_tokens]
+            self._graphs.piecewise[step.launch.size].replay(attend)
+        hidden = self._graphs.hidden[: step.num_tokens]
         return hidden.clone() if rows is None else hidden.index_select(0, rows)
 
-    def _capture(self, mode: str, size: int) -> None:
-        hidden = self._hidden[:size]
-        if mode == "full":
-            assert self._support is not None
-            decode = DecodeGraph(self._pool, self._support, self._inputs)
-            decode.capture(self._model, self._backend, self._cache, hidden)
-            self._full[size] = decode
-        else:
-            mixed = MixedGraph(self._pool, self._inputs)
-            attend = self._bind(self._backend.plan(self._inputs.dummy_mixed(size)))
-            mixed.capture(self._model, attend, hidden)
-            self._piecewise[size] = mixed
+    def _capture(self, bucket: Bucket, *, at_first_use: bool) -> None:
+        """Capture one graph; if that fails, its size is dropped with a warning."""
+        kind, size = bucket
+        start = time.perf_counter()
+        try:
+            self._graphs.capture(bucket)
+        except CAPTURE_ERRORS as error:
+            self.dropped[bucket] = str(error)
+            logger.warning(
+                "no %s graph for size %d, its steps use the next larger one or run eagerly: %s",
+                *(kind, size, error),
+            )
+            return
+        self.statistics.captures.append(
+            CaptureStatistics(
+                mode=kind,
+                size=size,
+                seconds=time.perf_counter() - start,
+                at_first_use=at_first_use,
+            )
+        )
+
+    def _capture_late(self, bucket: Bucket) -> bool:
+        """Capture between two steps, with nothing in flight; False if it failed."""
+        self._pool.wait_idle()
+        self._capture(bucket, at_first_use=True)
+        self._update_ladders()
+        return bucket in self._graphs
 
     def _retire(self, launch: Launch, num_tokens: int) -> Launch:
         """Give up a full graph whose plan has changed; its step runs eagerly."""
-        del self._full[launch.size]
-        self._update_ladders()
+        del self._graphs.full[launch.size]
         reason = "changed plan"
         self.dropped["full", launch.size] = reason
+        self._update_ladders()
         logger.warning(
             "attention planned a launch that differs from the captured one: the full graph for "
             "size %d is given up",
@@ -297,24 +309,18 @@ class GraphRunner:
         return Launch(mode="eager", size=num_tokens, fall=reason)
 
     def _update_ladders(self) -> None:
-        self._ladders = {"full": sorted(self._full), "piecewise": sorted(self._piecewise)}
+        def ladder(wanted: GraphKind) -> CaptureSizes | None:
+            left = [b for b in self._buckets if b[0] == wanted and b not in self.dropped]
+            return CaptureSizes(tuple(size for _, size in left)) if left else None
 
-    def _bind(self, plan: AttentionPlan) -> BoundAttention:
-        return BoundAttention(backend=self._backend, plan=plan, cache=self._cache)
+        self.ladders = CaptureLadders(decode=ladder("full"), mixed=ladder("piecewise"))
 
 
-def _wanted_buckets(options: GraphOptions, support: GraphSupport | None) -> list[Bucket]:
+def _wanted_buckets(options: GraphOptions, *, has_full_graphs: bool) -> list[Bucket]:
     """Everything to be captured, in order: the largest size first."""
     buckets: list[Bucket] = []
-    if options.mode in ("full", "full_and_piecewise"):
-        if support is None:
-            logger.warning(
-                "the attention backend can't be part of a full graph: graph mode %s goes "
-                "without full graphs",
-                options.mode,
-            )
-        else:
-            buckets += [("full", size) for size in set(options.decode_sizes)]
+    if options.mode in ("full", "full_and_piecewise") and has_full_graphs:
+        buckets += [("full", size) for size in set(options.decode_sizes)]
     if options.mode in ("piecewise", "full_and_piecewise"):
         buckets += [("piecewise", size) for size in set(options.mixed_sizes)]
     return sorted(buckets, key=lambda bucket: bucket[1], reverse=True)

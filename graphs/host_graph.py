@@ -60,6 +60,13 @@ class HostGraphPool(GraphPool):
             used = set[int]().union(*(tape.used for tape in tapes[index:]))
             graph.live_before = frozenset(made & used)
 
+    def num_bytes(self) -> int:
+        """Bytes of all that the graphs made; no two share any, since a tape keeps it all."""
+        return self.arena.num_bytes
+
+    def wait_idle(self) -> None:
+        """Nothing to do: a host has finished what it returned from."""
+
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor itself: the arena holds its memory anyway."""
         return tensor

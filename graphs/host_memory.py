@@ -66,6 +66,11 @@ class Arena:
     def __contains__(self, key: int) -> bool:
         return key in self._storages
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all storages."""
+        return sum(flat.untyped_storage().nbytes() for flat in self._storages.values())
+
     def add(self, tensor: torch.Tensor) -> None:
         """Keep the storage of a new tensor, and poison it in its dtype from now on."""
         storage = tensor.untyped_storage()

@@ -5,6 +5,8 @@ others, in C++ or in Python, it records through to their leaves, since a Python 
 ran again at replay could read live state and so hide a stale plan. HostAccessGuard sees
 functions above the dispatcher: reads by the host which leave no operator behind.
 
+Kernels in Python that only call a library with their arguments are leaves all the same.
+
 Under these modes torch.compile runs a function uncompiled, so a compiled region is recorded
 operator by operator; wrapped in `leaf`, it stays compiled and is one call of the tape.
 """
@@ -52,6 +54,8 @@ _ALLOCATIONS = {
     "aten::new_empty_strided",
 }
 _STORAGE_CHANGES = {"aten::resize_", "aten::resize_as_", "aten::set_"}
+# Their kernels in Python hand their arguments' memory to a library, and read nothing else.
+_OPAQUE = {"stepgraph::native_attention"}
 # Where kernels are looked for, in the dispatcher's order.
 _KERNEL_KEYS = (
     "CPU",
@@ -254,6 +258,8 @@ def _qualified_name(func: OpOverload) -> str:
 @functools.cache
 def _is_composed(func: OpOverload) -> bool:
     """Whether the kernel calls further operators that the tape should hold instead."""
+    if func._schema.name in _OPAQUE:
+        return False
     name = _qualified_name(func)
     for key in _KERNEL_KEYS:
         if torch._C._dispatch_has_kernel_for_dispatch_key(name, key):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from attention import LayerAttention
+from attention import BoundAttention
 
 from .forward_model import ForwardModel
 from .graph import GraphPool
@@ -21,7 +21,7 @@ class MixedGraph:
         self._graph = PiecewiseGraph(pool)
         self._inputs = inputs
 
-    def capture(self, model: ForwardModel, attend: LayerAttention, hidden: torch.Tensor) -> None:
+    def capture(self, model: ForwardModel, attend: BoundAttention, hidden: torch.Tensor) -> None:
         """Capture model on hidden.shape[0] tokens, its result written to hidden.
 
         Args:
@@ -43,14 +43,14 @@ class MixedGraph:
 
         self._graph.capture(forward, _eager_call(attend))
 
-    def replay(self, attend: LayerAttention) -> None:
+    def replay(self, attend: BoundAttention) -> None:
         """Run the step in the static inputs, whose attention is `attend`, planned for it."""
         self._graph.replay(_eager_call(attend))
 
 
-def _eager_call(attend: LayerAttention) -> EagerCall:
+def _eager_call(attend: BoundAttention) -> EagerCall:
     def write_attention(out: torch.Tensor, *args: Any) -> None:
         layer, query, key, value = args
-        out.copy_(attend(layer, query, key, value))
+        attend(layer, query, key, value, out)
 
     return write_attention

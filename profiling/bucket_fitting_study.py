@@ -35,6 +35,7 @@ MAX_MODEL_LEN = 16384
 BLOCK_SIZE = 256
 """Large, for speed: the pool holds all rows at full length, so blocks decide nothing."""
 NUM_SIZES = 24
+"""Of the ladders that the default is compared with."""
 COST = RooflineCost(
     flops_per_token=2 * 8.2e9,
     weight_bytes=16.4e9,
@@ -77,7 +78,7 @@ class Result:
     """[output tokens after the first] seconds between tokens of one request."""
     num_steps: int
     num_off_ladder: int
-    """Steps that ran unpadded because no size held them."""
+    """Steps that ran unpadded because no size held them, or only one above twice their tokens."""
     num_shortened: int
     """Steps that left the rest of a prompt to the next one."""
     token_padding: float
@@ -122,10 +123,7 @@ def policies(budget: int = BUDGET) -> dict[str, Policy]:
     geometric = tuple(round(ratio**i) for i in range(NUM_SIZES))
     vllm = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
     default = CaptureLadders.default(
-        max_num_seqs=MAX_NUM_SEQS,
-        max_num_batched_tokens=budget,
-        ridge=COST.ridge,
-        num_sizes=NUM_SIZES,
+        max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=budget, ridge=COST.ridge
     )
     ladders = {"even": shared(even), "geometric": shared(geometric), "default": default}
     found = {"exact": Policy(ladders=None, budget=budget)}

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from .scheduler_config import SchedulerConfig
 from .step_cost import StepCost
+
+if TYPE_CHECKING:
+    from graphs.capture_sizes import CaptureSizes
 
 UNPADDED = 0
 """`ScheduledBatch.bucket` of a step that runs at its own size."""
@@ -29,7 +34,7 @@ class BudgetPolicy:
     any token. A shortened chunk keeps at least two tokens, so its prompt gets shorter with every
     step that it is in, and runs at most as many steps as it has tokens.
 
-    **Bucket.** The smallest captured size of the step's kind that holds it.
+    **Bucket.** What the ladders choose for the step, as the graph runner asks them too.
 
     Args:
         config: ladders, fitting and target are what counts here.
@@ -39,8 +44,9 @@ class BudgetPolicy:
     def __init__(self, config: SchedulerConfig, step_cost: StepCost | None = None) -> None:
         self.num_target_misses = 0
         """Steps that no bucket kept within the target, or that prompts were owed a share of."""
+        self.ladders = config.ladders
+        """Sizes that steps are padded to; None: no padding."""
         self._budget = config.max_num_batched_tokens
-        self._ladders = config.ladders
         self._target: float | None = None
         if config.itl_target_ms is not None:
             self._target = config.itl_target_ms / 1000
@@ -55,11 +61,15 @@ class BudgetPolicy:
         """True if `prompt_tokens` has to be asked."""
         return self._target is not None
 
+    @property
+    def _mixed(self) -> CaptureSizes | None:
+        return None if self.ladders is None else self.ladders.mixed
+
     def bucket(self, num_tokens: int, *, is_uniform_decode: bool) -> int:
-        """The size that a step is padded to; UNPADDED without ladders and above their top."""
-        if self._ladders is None or num_tokens == 0:
+        """The size that a step is padded to; UNPADDED without ladders and where no size fits."""
+        if self.ladders is None or num_tokens == 0:
             return UNPADDED
-        size = self._ladders.lookup(num_tokens, is_uniform_decode=is_uniform_decode)
+        size = self.ladders.lookup(num_tokens, is_uniform_decode=is_uniform_decode)
         return UNPADDED if size is None else size
 
     def prompt_tokens(self, num_decodes: int, num_kv_tokens: int, *, has_prompts: bool) -> int:
@@ -91,8 +101,8 @@ class BudgetPolicy:
         if self._seconds(num_decodes, num_kv_tokens, is_uniform_decode=True) > target:
             return -1
         largest = num_decodes
-        if self._ladders is not None:
-            for size in reversed(self._ladders.mixed.sizes):
+        if self._mixed is not None:
+            for size in reversed(self._mixed.sizes):
                 num_new = size - num_decodes
                 if num_new <= 0:
                     return largest
@@ -116,9 +126,9 @@ class BudgetPolicy:
             num_new: tokens of the chunk.
             num_before: tokens of the step before it.
         """
-        if self._ladders is None or not self._fits:
+        if self._mixed is None or not self._fits:
             return 0
-        size = self._ladders.mixed.floor(num_before + num_new)
+        size = self._mixed.floor(num_before + num_new)
         return 0 if size is None or size < num_before + 2 else num_before + num_new - size
 
     def shortening_pays(

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from .embedded_model import EMBEDDED_MODEL
 from .environment import describe_environment
 from .errors import NonFiniteLogitsError
 from .log import configure_logging
+
+if TYPE_CHECKING:
+    from .llm import LLM
 
 _ENGINE_FLAGS = (
     "tokenizer",
@@ -35,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         configure_logging("info" if args.verbose else "warning")
         status: int = args.run(args)
-    except (ValueError, TypeError, NonFiniteLogitsError) as error:
+    except (ValueError, TypeError, OSError, NonFiniteLogitsError) as error:
         print(f"stepgraph: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -59,6 +64,9 @@ def _parser() -> argparse.ArgumentParser:
 
     for command in (generate, chat):
         command.add_argument("--model", default=EMBEDDED_MODEL, help="default: %(default)s")
+        command.add_argument(
+            "--stats", type=Path, metavar="FILE", help="write how steps were launched, as JSON"
+        )
         _add_fields(command, "sampling", _SAMPLING_FLAGS)
         _add_fields(command, "engine", _ENGINE_FLAGS)
 
@@ -100,6 +108,7 @@ def _generate(args: argparse.Namespace) -> int:
         start = time.monotonic()
         outputs = llm.generate(args.prompts, params, use_tqdm=sys.stderr.isatty())
         seconds = time.monotonic() - start
+        _write_stats(args.stats, llm)
     for output in outputs:
         print(f"{output.prompt}{output.outputs[0].text}\n")
     num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
@@ -127,7 +136,13 @@ def _chat(args: argparse.Namespace) -> int:
             num_tokens = llm.engine.counters.num_output_tokens - before
             _print_speed(num_tokens, time.monotonic() - start, (first or start) - start)
             messages.append({"role": "assistant", "content": "".join(pieces)})
+        _write_stats(args.stats, llm)
     return 0
+
+
+def _write_stats(path: Path | None, llm: LLM) -> None:
+    if path is not None:
+        path.write_text(json.dumps(llm.stats(), indent=2) + "\n", encoding="utf-8")
 
 
 def _messages(message: str | None) -> Iterator[str]:
@@ -160,14 +175,13 @@ def _backends(args: argparse.Namespace) -> int:
     from attention import backend_names, rejected_backends
 
     from .config import EngineConfig
-    from .model_runner import attention_spec
     from .models import load_decoder_config, stored_dtype
 
     options = EngineConfig(model=args.model, **_given(args, ("dtype", "device", "block_size")))
     path = options.resolve_model()
     decoder = load_decoder_config(path)
     config = options.resolve(decoder, path, stored_dtype(path))
-    rejected = rejected_backends(attention_spec(config, decoder))
+    rejected = rejected_backends(config.attention_spec(decoder), cache_dir=config.cache_dir)
     for name in backend_names():
         reasons = rejected.get(name)
         print(f"{name}: {'can run' if reasons is None else '; '.join(reasons)}")

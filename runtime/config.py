@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 import torch
 
+from attention import block_size_multiple, preferred_block_size
 from attention.metadata import MAX_BLOCK_SIZE
 from graphs import GraphMode
 from graphs.capture_sizes import CaptureLadders, CaptureSizes, parse_capture_sizes
@@ -32,6 +33,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+DEFAULT_BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +64,9 @@ class EngineConfig:
     prompts come in. Smaller: shorter gaps between the tokens of running sequences."""
     max_prefill_chunk: int | None = None
     """Most prompt tokens of one sequence in a step; None: what the budget leaves."""
-    block_size: int = 16
-    """Tokens of a KV block: a power of two from 1 to 256."""
+    block_size: int | None = None
+    """Tokens of a KV block: a power of two from 1 to 256. None: 16, or 256 where attention runs
+    with flash_attn, whose kernels read pages of that size."""
     num_kv_blocks: int | None = None
     """KV blocks that sequences can use; None: as many as the memory options below give."""
     kv_cache_bytes: int | None = None
@@ -80,17 +83,21 @@ class EngineConfig:
     segments around attention; "full_and_piecewise". None: STEPGRAPH_GRAPH_MODE, else
     "full_and_piecewise" on CUDA and "none" on a CPU, where graphs are emulated for tests."""
     capture_sizes: str | Sequence[int] | None = None
-    """Sizes that steps are padded to, as numbers or as text like "1,2,4,8-64:8,128": of decode
-    steps in sequences, of others in tokens. None: STEPGRAPH_CAPTURE_SIZES, else what suits the
-    limits and the model where graphs are captured, and no padding where none are."""
+    """Sizes that graphs are captured at and steps padded to, as numbers or as text like
+    "1,2,4,8-64:8,128": of decode steps in sequences, of others in tokens. Without graphs nothing
+    is padded. None: STEPGRAPH_CAPTURE_SIZES, else what suits the limits and the model."""
+    lazy_capture: bool | None = None
+    """Capture each size when a step first takes it, in place of all of them at the start, save
+    the largest of each kind. Starts sooner; those steps take longer. None:
+    STEPGRAPH_LAZY_CAPTURE, else off."""
     bucket_fitting: bool = False
     """Shorten the last chunk of a step to a captured size where that saves time."""
     itl_target_ms: float | None = None
     """Longest gap that decoding sequences should see between two tokens, in milliseconds: prompts
     get what fits beside the decodes in steps of that length. None: what the budget leaves."""
     attention_backend: str | None = None
-    """"native", "torch", or "auto": the first that can run; None: STEPGRAPH_ATTENTION, else
-    "auto"."""
+    """"flashinfer" or "flash_attn" on CUDA, "native" on a CPU, "torch", or "auto": the first that
+    can run; None: STEPGRAPH_ATTENTION, else "auto"."""
     seed: int = 0
     """Of the seeds given to requests that have none, and of dummy weights."""
     nvtx: bool | None = None
@@ -99,12 +106,11 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in _COUNTS:
             value = getattr(self, name)
-            if value is not None or name == "block_size":
+            if value is not None:
                 object.__setattr__(self, name, _positive(name, value))
-        if self.block_size > MAX_BLOCK_SIZE or self.block_size & (self.block_size - 1):
-            raise ConfigError(
-                f"block_size={self.block_size} is not a power of two from 1 to {MAX_BLOCK_SIZE}"
-            )
+        size = self.block_size or 1
+        if size > MAX_BLOCK_SIZE or size & (size - 1):
+            raise ConfigError(f"block_size={size} is not a power of two from 1 to {MAX_BLOCK_SIZE}")
         _one_of("load_format", self.load_format, get_args(LoadFormat))
         _one_of("policy", self.policy, get_args(Policy))
         _one_of("dtype", self.dtype, ("auto", *DTYPES))
@@ -114,9 +120,10 @@ class EngineConfig:
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization={share!r} is not above 0 and at most 1")
         self._check_step_size_options()
-        for name in ("enable_prefix_caching", "bucket_fitting", "nvtx"):
+        for name in ("enable_prefix_caching", "bucket_fitting", "lazy_capture", "nvtx"):
             value = getattr(self, name)
-            if not isinstance(value, bool) and not (name == "nvtx" and value is None):
+            may_be_open = name in ("lazy_capture", "nvtx")
+            if not isinstance(value, bool) and not (may_be_open and value is None):
                 raise ConfigError(f"{name}={value!r} is not True or False")
 
     def _check_step_size_options(self) -> None:
@@ -180,19 +187,16 @@ class EngineConfig:
         num_seqs = self._resolve_num_seqs(budget, reasons)
         dtype = self._resolve_dtype(decoder, stored_dtype, reasons)
         graph_mode = self._resolve_graph_mode(device, env, reasons)
-        ladders = self._explicit_ladders(num_seqs, budget, env, reasons)
-        if ladders is None and graph_mode != "none":
-            reasons["ladders"] = "chosen by the limits and the model's shape"
+        ladders = None
+        if graph_mode != "none":
             cost = estimated_cost(decoder, bytes_per_value=dtype.itemsize, device_type=device.type)
-            ladders = CaptureLadders.default(
-                max_num_seqs=num_seqs, max_num_batched_tokens=budget, ridge=cost.ridge
-            )
-        if ladders is None and self.bucket_fitting:
+            ladders = self._resolve_ladders(graph_mode, num_seqs, budget, cost.ridge, env, reasons)
+        if self.bucket_fitting and (ladders is None or ladders.mixed is None):
             raise ConfigError(
-                "bucket_fitting=True, but no sizes are captured that steps could be fitted to; "
-                "give capture_sizes or a graph_mode"
+                f"bucket_fitting=True, but under graph_mode={graph_mode!r} no sizes are captured "
+                f"that prompts could be fitted to; use 'piecewise' or 'full_and_piecewise'"
             )
-        return ResolvedConfig(
+        resolved = ResolvedConfig(
             model_path=path,
             load_format=self.load_format,
             dtype=dtype,
@@ -201,7 +205,7 @@ class EngineConfig:
             max_num_seqs=num_seqs,
             max_num_batched_tokens=budget,
             max_prefill_chunk=self.max_prefill_chunk,
-            block_size=self.block_size,
+            block_size=self.block_size or DEFAULT_BLOCK_SIZE,
             num_kv_blocks=self.num_kv_blocks,
             kv_cache_bytes=self.kv_cache_bytes,
             gpu_memory_utilization=float(self.gpu_memory_utilization),
@@ -209,13 +213,17 @@ class EngineConfig:
             policy=self.policy,
             graph_mode=graph_mode,
             ladders=ladders,
+            lazy_capture=self._resolve_switch("lazy_capture", env, reasons),
             bucket_fitting=self.bucket_fitting,
             itl_target_ms=None if self.itl_target_ms is None else float(self.itl_target_ms),
             attention_backend=self.attention_backend or env.get("STEPGRAPH_ATTENTION", "auto"),
             seed=self.seed,
-            nvtx=env.get("STEPGRAPH_NVTX", False) if self.nvtx is None else self.nvtx,
+            nvtx=self._resolve_switch("nvtx", env, reasons),
+            cache_dir=env.get("STEPGRAPH_CACHE_DIR", model_source.cache_directory()),
             reasons=reasons,
         )
+        block_size = self._resolve_block_size(resolved, decoder, reasons)
+        return dataclasses.replace(resolved, block_size=block_size)
 
     def _resolve_device(self, reasons: dict[str, str]) -> torch.device:
         if self.device == "auto":
@@ -286,6 +294,31 @@ class EngineConfig:
             )
         return self.max_num_seqs
 
+    def _resolve_block_size(
+        self, resolved: ResolvedConfig, decoder: DecoderConfig, reasons: dict[str, str]
+    ) -> int:
+        """Last, since which attention backend runs depends on the other choices."""
+        backend = resolved.attention_backend
+        if self.block_size is None:
+            spec = resolved.attention_spec(decoder)
+            size, why = preferred_block_size(backend, spec, cache_dir=resolved.cache_dir)
+            reasons["block_size"] = why
+            return size
+        multiple = block_size_multiple(backend)
+        if self.block_size % multiple:
+            raise ConfigError(
+                f"block_size={self.block_size} is not a multiple of {multiple}, as "
+                f"attention_backend={backend!r} needs; leave block_size open, or ask for {multiple}"
+            )
+        return self.block_size
+
+    def _resolve_switch(self, name: str, env: Mapping[str, Any], reasons: dict[str, str]) -> bool:
+        value, variable = getattr(self, name), f"STEPGRAPH_{name.upper()}"
+        if value is None and variable in env:
+            reasons[name] = variable
+            value = env[variable]
+        return bool(value)
+
     def _resolve_graph_mode(
         self, device: torch.device, env: Mapping[str, Any], reasons: dict[str, str]
     ) -> GraphMode:
@@ -297,17 +330,32 @@ class EngineConfig:
         reasons["graph_mode"] = f"the default on {device.type}"
         return "none" if device.type == "cpu" else "full_and_piecewise"
 
-    def _explicit_ladders(
-        self, num_seqs: int, budget: int, env: Mapping[str, Any], reasons: dict[str, str]
-    ) -> CaptureLadders | None:
+    def _resolve_ladders(
+        self,
+        graph_mode: GraphMode,
+        num_seqs: int,
+        budget: int,
+        ridge: int,
+        env: Mapping[str, Any],
+        reasons: dict[str, str],
+    ) -> CaptureLadders:
         sizes = self.capture_sizes
         if sizes is None and "STEPGRAPH_CAPTURE_SIZES" in env:
             reasons["ladders"] = "STEPGRAPH_CAPTURE_SIZES"
             sizes = env["STEPGRAPH_CAPTURE_SIZES"]
         if sizes is None:
-            return None
-        assert not isinstance(sizes, str), "parsed when the options were made"
-        return CaptureLadders.explicit(sizes, max_num_seqs=num_seqs, max_num_batched_tokens=budget)
+            reasons["ladders"] = "chosen by the limits and the model's shape"
+            ladders = CaptureLadders.default(
+                max_num_seqs=num_seqs, max_num_batched_tokens=budget, ridge=ridge
+            )
+        else:
+            assert not isinstance(sizes, str), "parsed when the options were made"
+            ladders = CaptureLadders.explicit(
+                sizes, max_num_seqs=num_seqs, max_num_batched_tokens=budget
+            )
+        if graph_mode == "full":
+            return ladders.without_piecewise_graphs()
+        return ladders.without_full_graphs() if graph_mode == "piecewise" else ladders
 
 
 _COUNTS = (

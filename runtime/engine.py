@@ -33,6 +33,9 @@ from .tokenizer import Tokenizer, load_end_token_ids
 
 logger = logging.getLogger("stepgraph.runtime")
 
+STATS_SCHEMA_VERSION = 1
+"""Of what `Engine.stats` returns: raised when a key goes or changes its meaning."""
+
 
 @dataclass(slots=True)
 class EngineCounters:
@@ -104,7 +107,7 @@ class Engine:
                 policy=self.config.policy,
                 max_prefill_chunk=self.config.max_prefill_chunk,
                 end_token_ids=self.end_token_ids,
-                ladders=self.config.ladders,
+                ladders=self._runner.ladders,
                 bucket_fitting=self.config.bucket_fitting,
                 itl_target_ms=self.config.itl_target_ms,
             ),
@@ -210,7 +213,8 @@ class Engine:
             scheduled = self.scheduler.schedule()
         if scheduled.num_seqs == 0:
             return SequenceUpdates.nothing()
-        start = time.perf_counter()
+        captures = self._runner.statistics.captures
+        start, num_captures = time.perf_counter(), len(captures)
         try:
             output = self._runner.execute(scheduled)
         except Exception as error:  # noqa: BLE001 - it is handed on with what it hit
@@ -221,7 +225,9 @@ class Engine:
         except BaseException:
             self.scheduler.rollback(scheduled)
             raise
-        self._observe(scheduled, time.perf_counter() - start)
+        is_own_time = len(captures) == num_captures
+        self._observe(scheduled, time.perf_counter() - start if is_own_time else None)
+        self.scheduler.sizing.ladders = self._runner.ladders  # a graph may have been given up
         with self.ranges("update", scheduled.num_tokens):
             updates = self.scheduler.update(scheduled, output)
         self.counters.num_steps += 1
@@ -232,14 +238,16 @@ class Engine:
             del self._sequences[sequence.request_id]
         return updates
 
-    def _observe(self, scheduled: ScheduledBatch, seconds: float) -> None:
-        """Teach the cost model, where the time is the step's own."""
+    def _observe(self, scheduled: ScheduledBatch, seconds: float | None) -> None:
+        """Teach the cost model, where the time is the step's own; None: it held a capture."""
         # A step that samples nothing isn't waited for: on CUDA it runs on into the next one's time.
         is_waited_for = len(scheduled.sampled) > 0
-        if self._step_cost is not None and is_waited_for and self._was_waited_for:
+        was_waited_for, self._was_waited_for = self._was_waited_for, is_waited_for
+        if seconds is None or not (is_waited_for and was_waited_for):
+            return
+        if self._step_cost is not None:
             num_tokens = scheduled.bucket or scheduled.num_tokens
             self._step_cost.observe(num_tokens, scheduled.num_kv_tokens, seconds)
-        self._was_waited_for = is_waited_for
 
     def abort(
         self,
@@ -287,20 +295,37 @@ class Engine:
         )
 
     def stats(self) -> dict[str, Any]:
-        """Totals since the start, in JSON's types: counters, and steps by graph mode and bucket.
+        """Totals since the start, in JSON's types, as profiling's tools read them.
 
-        Each bucket has its steps, real and padded tokens, and seconds; `falls` counts the steps
-        that ran eagerly though graphs are on, by reason, and `dropped` names sizes without one.
+        `ladders` has the sizes of full graphs (decode) and of piecewise ones (mixed), as they are
+        now; `buckets` has, by graph mode and size, steps, real and padded tokens, and seconds of
+        the steps that were waited for; `step_sizes` has, by kind of step, pairs of a size before
+        padding and its steps; `falls` counts the steps that ran eagerly though graphs are on, by
+        reason, `dropped` names sizes without a graph, and `captures` has what each one took.
         `num_target_misses` counts steps that could not keep itl_target_ms.
         """
+        config, ladders = self.config, self._runner.ladders
         return {
-            "graph_mode": self.config.graph_mode,
+            "schema_version": STATS_SCHEMA_VERSION,
+            "graph_mode": config.graph_mode,
+            "max_num_seqs": config.max_num_seqs,
+            "max_num_batched_tokens": config.max_num_batched_tokens,
+            "ladders": {
+                "decode": list(ladders.decode.sizes) if ladders.decode else [],
+                "mixed": list(ladders.mixed.sizes) if ladders.mixed else [],
+            },
             "num_preemptions": self.scheduler.num_preemptions,
             "num_target_misses": self.scheduler.sizing.num_target_misses,
             **dataclasses.asdict(self.counters),
             **self._runner.statistics.as_dict(),
             "dropped": self._runner.dropped_graphs,
+            "graph_bytes": self._runner.graph_bytes,
+            "estimated_graph_bytes": self._runner.estimated_graph_bytes,
         }
+
+    def stats_table(self) -> str:
+        """What `stats` says of steps and captures, to be read by people."""
+        return self._runner.statistics.table()
 
     def check_integrity(self) -> None:
         """Recount all rows and blocks; AssertionError if anything is off."""

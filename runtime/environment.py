@@ -69,8 +69,8 @@ _LEVELS = ("debug", "info", "warning", "error")
 VARIABLES: tuple[Variable, ...] = (
     Variable(
         name="STEPGRAPH_ATTENTION",
-        parse=_choice("auto", "native", "torch"),
-        allowed="auto | native | torch",
+        parse=_choice("auto", "flashinfer", "flash_attn", "native", "torch"),
+        allowed="auto | flashinfer | flash_attn | native | torch",
         default="auto",
         help="attention backend",
     ),
@@ -87,6 +87,13 @@ VARIABLES: tuple[Variable, ...] = (
         allowed="none | full | piecewise | full_and_piecewise",
         default="none on a CPU, full_and_piecewise on CUDA",
         help="which steps run under captured graphs",
+    ),
+    Variable(
+        name="STEPGRAPH_LAZY_CAPTURE",
+        parse=_parse_switch,
+        allowed="0 | 1",
+        default="0",
+        help="capture each graph when a step first takes it, not all of them at the start",
     ),
     Variable(
         name="STEPGRAPH_MAX_NUM_BATCHED_TOKENS",
@@ -114,7 +121,7 @@ VARIABLES: tuple[Variable, ...] = (
         parse=_parse_path,
         allowed="an absolute path",
         default="stepgraph in the user's cache directory",
-        help="where fetched and converted models are kept",
+        help="where fetched and converted models and built libraries are kept",
     ),
 )
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from .errors import ConfigError
+
+if TYPE_CHECKING:
+    from graphs import TrialCapture
 
 GIB = 1 << 30
 DEFAULT_CPU_BYTES = 4 * GIB
@@ -22,7 +27,9 @@ class KVPoolSize:
     """One line for the log."""
 
 
-def cuda_kv_bytes(*, total: int, utilization: float, in_use: int, activation_peak: int) -> int:
+def cuda_kv_bytes(
+    *, total: int, utilization: float, in_use: int, activation_peak: int, graphs: int
+) -> int:
     """Memory left for the KV pool on a GPU.
 
     Args:
@@ -30,8 +37,19 @@ def cuda_kv_bytes(*, total: int, utilization: float, in_use: int, activation_pea
         utilization: share of it that the engine may use.
         in_use: bytes that everything takes now, weights and other programs included.
         activation_peak: bytes that the largest possible step takes on top while it runs.
+        graphs: bytes that captured graphs will take.
     """
-    return int(total * utilization) - in_use - activation_peak
+    return int(total * utilization) - in_use - activation_peak - graphs
+
+
+def estimated_graph_bytes(trials: Iterable[TrialCapture]) -> int:
+    """What all graphs will take, judged by trial captures.
+
+    They share one pool and the largest of each kind is captured first, so each further one adds
+    about what the second did: the little that it can't place in the first one's memory, and what
+    the driver keeps for it. (vLLM's estimate is of the same form.)
+    """
+    return sum(t.first_bytes + (t.num_graphs - 1) * t.next_bytes for t in trials)
 
 
 def cpu_kv_bytes(available: int | None = None) -> int:
@@ -80,8 +98,8 @@ def size_kv_pool(
     if usable < 1:
         raise ConfigError(
             f"{num_bytes} bytes hold no KV block besides the null block ({bytes_per_block} bytes "
-            f"each); raise kv_cache_bytes or gpu_memory_utilization, or lower "
-            f"max_num_batched_tokens"
+            f"each); raise kv_cache_bytes or gpu_memory_utilization, lower "
+            f"max_num_batched_tokens, or capture fewer graphs"
         )
     size = (usable + 1) * bytes_per_block / GIB
     return KVPoolSize(

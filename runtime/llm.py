@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -194,11 +193,15 @@ class LLM:
         """What the engine has done so far."""
         return self.engine.metrics()
 
+    def stats(self) -> dict[str, Any]:
+        """How the steps so far were launched, in JSON's types; see `Engine.stats`."""
+        return self.engine.stats()
+
     def close(self) -> None:
         """Give back the weights' and the KV pool's memory. Closing twice is fine."""
         if self._engine is None:
             return
-        logger.info("steps: %s", json.dumps(self._engine.stats()))
+        logger.info("steps:\n%s", self._engine.stats_table())
         on_cuda = self._engine.config.device.type == "cuda"
         self._engine = None
         gc.collect()

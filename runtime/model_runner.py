@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import sys
 import time
@@ -11,11 +12,18 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from attention import AttentionSpec, PagedKVCache, select_backend
-from graphs import GraphOptions, GraphPool, GraphRunner, GraphSupport, StepStatistics
+from attention import PagedKVCache, select_backend
+from graphs import (
+    CaptureLadders,
+    GraphOptions,
+    GraphPool,
+    GraphRunner,
+    GraphSupport,
+    StepStatistics,
+)
 
 from .input_batch import InputBatch, pack
-from .kv_memory import cpu_kv_bytes, cuda_kv_bytes, size_kv_pool
+from .kv_memory import cpu_kv_bytes, cuda_kv_bytes, estimated_graph_bytes, size_kv_pool
 from .models import DecoderConfig, load_decoder, prepack_refusal
 from .ranges import Ranges
 from .resolved_config import ResolvedConfig
@@ -58,21 +66,30 @@ class ModelRunner:
             seed=config.seed,
         )
         self._prepack_weights()
-        self._spec = attention_spec(config, decoder_config)
-        self._backend = select_backend(config.attention_backend, self._spec)
+        self._spec = config.attention_spec(decoder_config)
+        self._backend = select_backend(
+            config.attention_backend, self._spec, cache_dir=config.cache_dir
+        )
         self._staging = StagingBuffer(config.device)
         self._rows = self._new_row_table()
+        self.estimated_graph_bytes: int | None = None
+        """What was kept free of KV blocks for the graphs; None: the pool's size was given."""
         cache = self._allocate_kv_pool()
         self.num_kv_blocks = cache.num_blocks
         """Blocks of the KV pool, the null block included."""
-        self._graphs = self._new_graph_runner(cache, self._graph_options())
-        show = config.graph_mode != "none" and sys.stderr.isatty()
-        self._graphs.capture(lambda sizes: tqdm(sizes, desc="capture graphs", disable=not show))
+        self.graph_bytes = 0
+        """What the graphs that were captured at the start took."""
+        self._graphs = self._capture_graphs(cache)
 
     @property
     def statistics(self) -> StepStatistics:
         """How steps were launched, per graph mode and bucket."""
         return self._graphs.statistics
+
+    @property
+    def ladders(self) -> CaptureLadders:
+        """Sizes that have a graph now, or get one when first used; steps are launched at these."""
+        return self._graphs.ladders
 
     @property
     def dropped_graphs(self) -> dict[str, str]:
@@ -88,11 +105,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _run(self, batch: InputBatch, scheduled: ScheduledBatch, graphs: GraphRunner) -> StepOutput:
-        start = time.perf_counter()
         num_tokens, num_sampled = scheduled.num_tokens, len(scheduled.sampled)
+        uniform = scheduled.is_uniform_decode
+        launch = graphs.dispatch(num_tokens, scheduled.num_seqs, uniform)
+        start = time.perf_counter()  # a capture at first use isn't the step's own time
         with self._ranges("plan", num_tokens, scheduled.bucket):
-            uniform = scheduled.is_uniform_decode
-            launch = graphs.dispatch(num_tokens, scheduled.num_seqs, uniform)
             step = graphs.prepare(launch, batch.input_ids, batch.positions, batch.metadata)
         with self._ranges("forward", num_tokens, 0 if step.launch.mode == "eager" else launch.size):
             hidden = graphs.run(step, batch.logits_indices)
@@ -118,15 +135,16 @@ class ModelRunner:
 
     def _graph_options(self) -> GraphOptions:
         config, ladders = self._config, self._config.ladders
-        if ladders is None or config.graph_mode == "none":
+        if ladders is None:
             return self._no_graphs()
-        decode, mixed = ladders.decode.sizes, ladders.mixed.sizes
+        if self._graph_support() is None:
+            ladders = ladders.without_full_graphs()
         return GraphOptions(
             mode=config.graph_mode,
-            decode_sizes=decode,
-            # Without full graphs decode steps are piecewise too, and want their own sizes there.
-            mixed_sizes=mixed if self._has_full_graphs() else (*decode, *mixed),
+            decode_sizes=() if ladders.decode is None else ladders.decode.sizes,
+            mixed_sizes=() if ladders.mixed is None else ladders.mixed.sizes,
             max_blocks_per_seq=config.max_blocks_per_seq,
+            lazy=config.lazy_capture,
         )
 
     def _no_graphs(self) -> GraphOptions:
@@ -137,22 +155,51 @@ class ModelRunner:
             max_blocks_per_seq=self._config.max_blocks_per_seq,
         )
 
-    def _has_full_graphs(self) -> bool:
-        """Whether decode steps can run as one graph: only with a backend that supports it."""
-        return self._config.graph_mode != "piecewise" and self._graph_support() is not None
-
     def _graph_support(self) -> GraphSupport | None:
         return self._backend if isinstance(self._backend, GraphSupport) else None
 
-    def _new_graph_runner(self, cache: PagedKVCache, options: GraphOptions) -> GraphRunner:
+    def _new_graph_runner(
+        self, cache: PagedKVCache, options: GraphOptions, pool: GraphPool
+    ) -> GraphRunner:
         return GraphRunner(
             self._model,
             self._backend,
             cache,
             options,
-            self._new_graph_pool(),
+            pool,
             graph_support=self._graph_support(),
         )
+
+    def _capture_graphs(self, cache: PagedKVCache) -> GraphRunner:
+        """The runner of all steps, with what is captured at the start."""
+        options, pool = self._graph_options(), self._new_graph_pool()
+        before = pool.num_bytes() if options.mode != "none" else 0
+        graphs = self._new_graph_runner(cache, options, pool)
+        if options.mode == "none":
+            return graphs
+        show = sys.stderr.isatty()
+        graphs.capture(lambda sizes: tqdm(sizes, desc="capture graphs", disable=not show))
+        self.graph_bytes = pool.num_bytes() - before
+        estimate = self.estimated_graph_bytes
+        logger.info(
+            "graph memory: %.1f MiB for %d graphs%s",
+            *(self.graph_bytes / 2**20, len(graphs.statistics.captures)),
+            "" if estimate is None else f", {estimate / 2**20:.1f} MiB were estimated for all",
+        )
+        return graphs
+
+    def _estimate_graph_bytes(self) -> int:
+        """What the graphs will take, by trial captures against the smallest KV pool."""
+        if self._config.graph_mode == "none":
+            return 0
+        cache, pool = PagedKVCache.allocate(self._spec, 2), self._new_graph_pool()
+        before = pool.num_bytes()
+        runner = self._new_graph_runner(cache, self._graph_options(), pool)
+        num_bytes = max(0, pool.num_bytes() - before)  # the static inputs
+        num_bytes += estimated_graph_bytes(runner.measure())
+        del runner, pool
+        gc.collect()  # the trial's memory is free before the KV pool is sized
+        return num_bytes
 
     def _new_graph_pool(self) -> GraphPool:
         if self._config.device.type == "cuda":
@@ -188,13 +235,15 @@ class ModelRunner:
     def _default_kv_bytes(self) -> int:
         device = self._config.device
         if device.type == "cpu":
-            return cpu_kv_bytes()
+            self.estimated_graph_bytes = graphs = self._estimate_graph_bytes()
+            return cpu_kv_bytes() - graphs
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         self._run_largest_step()
         torch.cuda.synchronize(device)  # sync: once, while starting
         peak = torch.cuda.max_memory_allocated(device) - before
+        self.estimated_graph_bytes = graphs = self._estimate_graph_bytes()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         num_bytes = cuda_kv_bytes(
@@ -202,11 +251,13 @@ class ModelRunner:
             utilization=self._config.gpu_memory_utilization,
             in_use=total - free,
             activation_peak=peak,
+            graphs=graphs,
         )
         logger.info(
-            "KV memory: %.2f GiB * %.2f - %.2f GiB in use - %.2f GiB activations = %.2f GiB",
+            "KV memory: %.2f GiB * %.2f - %.2f GiB in use - %.2f GiB activations - %.2f GiB graphs "
+            "= %.2f GiB",
             *(total / 2**30, self._config.gpu_memory_utilization, (total - free) / 2**30),
-            *(peak / 2**30, num_bytes / 2**30),
+            *(peak / 2**30, graphs / 2**30, num_bytes / 2**30),
         )
         return num_bytes
 
@@ -217,21 +268,8 @@ class ModelRunner:
         rows.apply(scheduled)
         batch = pack(rows, scheduled, self._staging, self._end_token_ids)
         cache = PagedKVCache.allocate(self._spec, 2)
-        self._run(batch, scheduled, self._new_graph_runner(cache, self._no_graphs()))
-
-
-def attention_spec(config: ResolvedConfig, decoder: DecoderConfig) -> AttentionSpec:
-    """What a model's attention is, as the backends see it."""
-    return AttentionSpec(
-        num_heads=decoder.num_heads,
-        num_kv_heads=decoder.num_kv_heads,
-        head_dim=decoder.head_dim,
-        dtype=config.dtype,
-        device=config.device,
-        block_size=config.block_size,
-        windows=decoder.windows,
-        scale=decoder.head_dim**-0.5,
-    )
+        graphs = self._new_graph_runner(cache, self._no_graphs(), self._new_graph_pool())
+        self._run(batch, scheduled, graphs)
 
 
 def largest_step(config: ResolvedConfig) -> ScheduledBatch:

@@ -6,14 +6,18 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from attention import AttentionSpec
 from graphs import GraphMode
 from graphs.capture_sizes import CaptureLadders
 
 from .scheduler_config import Policy
+
+if TYPE_CHECKING:
+    from .models import DecoderConfig
 
 LoadFormat = Literal["auto", "dummy"]
 
@@ -53,7 +57,9 @@ class ResolvedConfig:
     graph_mode: GraphMode
     """Which steps run under captured graphs."""
     ladders: CaptureLadders | None
-    """Captured sizes of decode steps and of others; None: steps run at their own size."""
+    """Sizes to be captured, of full graphs and of piecewise ones; None: no graphs."""
+    lazy_capture: bool
+    """As in EngineConfig."""
     bucket_fitting: bool
     """As in EngineConfig."""
     itl_target_ms: float | None
@@ -64,6 +70,8 @@ class ResolvedConfig:
     """As in EngineConfig."""
     nvtx: bool
     """Whether the stages of a step open NVTX ranges."""
+    cache_dir: Path
+    """Where converted models and built libraries are kept."""
     reasons: Mapping[str, str]
     """Why each option that was left open got its value."""
 
@@ -71,6 +79,21 @@ class ResolvedConfig:
     def max_blocks_per_seq(self) -> int:
         """Blocks of a sequence of max_model_len tokens."""
         return -(-self.max_model_len // self.block_size)
+
+    def attention_spec(self, decoder: DecoderConfig) -> AttentionSpec:
+        """What the model's attention is, as the backends see it."""
+        return AttentionSpec(
+            num_heads=decoder.num_heads,
+            num_kv_heads=decoder.num_kv_heads,
+            head_dim=decoder.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+            block_size=self.block_size,
+            windows=decoder.windows,
+            scale=decoder.head_dim**-0.5,
+            max_num_seqs=self.max_num_seqs,
+            max_num_tokens=self.max_num_batched_tokens,
+        )
 
     def describe(self) -> str:
         """One line per option, with the reason where it was chosen here."""

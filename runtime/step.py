@@ -50,7 +50,7 @@ class ScheduledBatch:
     new_block_ids: np.ndarray
     """[b] ...by this block."""
     bucket: int = 0
-    """Captured size that the step is padded to, of the ladder of its kind; 0: not padded."""
+    """Captured size that the step is launched at; 0: at its own size, without a graph."""
 
     @property
     def num_seqs(self) -> int:

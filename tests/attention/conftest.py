@@ -6,6 +6,7 @@ with the result that is right for them.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -70,10 +71,30 @@ class Step:
         attend = BoundAttention(backend=backend, plan=plan, cache=self.cache)
         return attend(layer, self.query, self.key, self.value)
 
-    def assert_right(self, result: torch.Tensor, layer: int = 0) -> None:
+    def to(self, device: torch.device) -> Step:
+        """The same step on another device."""
+        fields = dataclasses.fields(AttentionMetadata)
+        values = {field.name: getattr(self.metadata, field.name) for field in fields}
+        moved = {k: v.to(device) for k, v in values.items() if isinstance(v, torch.Tensor)}
+        return dataclasses.replace(
+            self,
+            spec=dataclasses.replace(self.spec, device=device),
+            cache=PagedKVCache(
+                keys=tuple(tensor.to(device) for tensor in self.cache.keys),
+                values=tuple(tensor.to(device) for tensor in self.cache.values),
+            ),
+            metadata=dataclasses.replace(self.metadata, **moved),
+            query=self.query.to(device),
+            key=self.key.to(device),
+            value=self.value.to(device),
+        )
+
+    def assert_right(
+        self, result: torch.Tensor, layer: int = 0, *, tolerance: float | None = None
+    ) -> None:
         """Compare with the naive result from what the cache holds after the run."""
         assert result.dtype == self.spec.dtype
-        assert_close(result, self._expected(layer))
+        assert_close(result.cpu(), self._expected(layer), tolerance)
 
     def _expected(self, layer: int) -> torch.Tensor:
         """Padded rows are zero."""
@@ -128,9 +149,11 @@ def naive_attention(
     return out
 
 
-def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Compare within the tolerance of actual's dtype; see TOLERANCES."""
-    tolerance = TOLERANCES[actual.dtype]
+def assert_close(
+    actual: torch.Tensor, expected: torch.Tensor, tolerance: float | None = None
+) -> None:
+    """Compare within a tolerance, by default that of actual's dtype; see TOLERANCES."""
+    tolerance = tolerance or TOLERANCES[actual.dtype]
     torch.testing.assert_close(actual.double(), expected.double(), rtol=0, atol=tolerance)
 
 
@@ -283,10 +306,13 @@ def _make_step(
     )
 
 
-def _make_grid_step(head_dim: int, group: int, dtype: torch.dtype) -> Step:
+def _make_grid_step(
+    head_dim: int, group: int, dtype: torch.dtype, block_size: int | None = None
+) -> Step:
     """Make a mixed batch of 12 pairs; two layers with different windows.
 
-    Over all head sizes and groups, every two of head size, grouping, block size and window meet.
+    Over all head sizes and groups, every two of head size, grouping, block size and window meet,
+    unless the block size is given.
     """
     row, column = HEAD_DIMS.index(head_dim), GQA.index(group)
     seed = row * len(GQA) + column
@@ -295,7 +321,7 @@ def _make_grid_step(head_dim: int, group: int, dtype: torch.dtype) -> Step:
         num_kv_heads=2,
         head_dim=head_dim,
         dtype=dtype,
-        block_size=BLOCK_SIZES[(row + column) % len(BLOCK_SIZES)],
+        block_size=block_size or BLOCK_SIZES[(row + column) % len(BLOCK_SIZES)],
         windows=tuple(WINDOWS[(row + step * column) % len(WINDOWS)] for step in (2, 3)),
     )
     order = np.random.default_rng(seed).permutation(len(PAIRS))

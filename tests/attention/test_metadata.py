@@ -37,13 +37,15 @@ def test_spec_takes_powers_of_two_as_block_size(
         ("head_dim", -1, "head_dim must be at least 1, got -1"),
         ("num_heads", 5, "5 query heads for 2 key/value heads"),
         ("windows", (None, 0), "the window of layer 1 must be None or at least 1, got 0"),
+        ("soft_cap", 0.0, "soft_cap must be None or positive, got 0.0"),
+        ("max_num_seqs", 0, "max_num_seqs must be at least 1, got 0"),
     ],
 )
 def test_spec_names_the_field_that_is_wrong(
     make_spec: Callable[..., AttentionSpec], field: str, value: object, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        make_spec(**{field: value})
+        dataclasses.replace(make_spec(), **{field: value})
 
 
 def test_metadata_counts_sequences_and_rows_with_padding(

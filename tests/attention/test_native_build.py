@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention import AttentionSpec, native_build
+from attention import AttentionSpec, native_build, select_backend
 from attention.native_backend import NativeBackend
 from attention.native_build import NativeBuildError, build_library, find_compiler, usable_levels
 
@@ -47,8 +47,8 @@ def small_sources(tmp_path: Path) -> Path:
 def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache directory, and no library loaded from another one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    unmemoized = native_build.load_library.__wrapped__
-    monkeypatch.setattr("attention.native_backend.load_library", unmemoized)
+    unmemoized = native_build.usable_library.__wrapped__
+    monkeypatch.setattr("attention.native_backend.usable_library", unmemoized)
     return tmp_path / "cache"
 
 
@@ -92,8 +92,8 @@ def test_another_version_of_the_compiler_builds_another_file(
 
 def test_processes_that_build_at_once_all_get_the_library(tmp_path: Path) -> None:
     program = (
-        "from pathlib import Path; from attention.native_build import load_library\n"
-        f"load_library('generic', Path({str(tmp_path)!r}))"
+        "from pathlib import Path; from attention.native_build import usable_library\n"
+        f"usable_library('generic', Path({str(tmp_path)!r}))"
     )
     processes = [
         subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env={**os.environ})
@@ -101,6 +101,19 @@ def test_processes_that_build_at_once_all_get_the_library(tmp_path: Path) -> Non
     ]
     assert [process.wait(timeout=120) for process in processes] == [0, 0]
     assert len(list((tmp_path / "native").iterdir())) == 1
+
+
+def test_a_backend_takes_its_library_from_the_directory_given_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = tmp_path / "given"
+    (given / "native").mkdir(parents=True)
+    library = shutil.copy(build_library(usable_levels()[0]), given / "native")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    backend = select_backend("native", SPEC, cache_dir=given)
+    assert isinstance(backend, NativeBackend)
+    assert backend.library == str(library)
+    assert [path.name for path in tmp_path.iterdir()] == ["given"]
 
 
 @pytest.mark.usefixtures("fresh_cache")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import logging
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from attention import (
     AttentionBackend,
     AttentionSpec,
     backend_names,
+    block_size_multiple,
+    preferred_block_size,
     rejected_backends,
     select_backend,
     selection,
@@ -24,7 +27,9 @@ class UnavailableBackend(TorchBackend):
     name = "unavailable"
 
     @classmethod
-    def unsupported_reasons(cls, spec: AttentionSpec) -> list[str]:
+    def unsupported_reasons(
+        cls, spec: AttentionSpec, *, cache_dir: Path | None = None
+    ) -> list[str]:
         return ["its package is missing", f"head size {spec.head_dim} is too small"]
 
 
@@ -46,7 +51,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones(
     make_spec: Callable[..., AttentionSpec],
 ) -> None:
     with pytest.raises(
-        ValueError, match=r"unknown attention backend 'torhc'; .*auto, native, torch"
+        ValueError, match=r"unknown .* 'torhc'; .*auto, flashinfer, flash_attn, native, torch"
     ):
         select_backend("torhc", make_spec())
 
@@ -99,7 +104,8 @@ def test_auto_raises_with_every_reason_when_nothing_can_run(
     make_spec: Callable[..., AttentionSpec],
 ) -> None:
     with pytest.raises(
-        ValueError, match=r"no attention backend can run here. native: dtype.*torch: dtype torch"
+        ValueError,
+        match=r"no attention backend can run here\. .*native: dtype.*torch: dtype torch",
     ):
         select_backend("auto", make_spec(dtype=torch.int8))
 
@@ -112,6 +118,63 @@ def test_rejected_backends_maps_names_to_all_reasons(
         "unavailable": ["its package is missing", "head size 16 is too small"]
     }
     assert set(rejected_backends(make_spec(dtype=torch.int8))) == {"unavailable", "torch"}
+
+
+def test_capped_scores_are_refused_by_backends_that_can_not_cap(
+    make_spec: Callable[..., AttentionSpec],
+) -> None:
+    spec = dataclasses.replace(make_spec(dtype=torch.float32), soft_cap=30.0)
+    rejected = rejected_backends(spec)
+    assert rejected["native"] == rejected["torch"] == ["scores can't be capped"]
+    assert "scores can't be capped" in rejected["flash_attn"]
+
+
+class PagedBackend(TorchBackend):
+    name = "paged"
+    block_size_multiple = 256
+
+
+@pytest.mark.parametrize(
+    ("name", "preference", "expected"),
+    [
+        ("auto", (PagedBackend, TorchBackend), (256, "what attention backend paged needs")),
+        ("auto", (TorchBackend, PagedBackend), (16, "the default")),
+        ("auto", (UnavailableBackend, PagedBackend), (256, "what attention backend paged needs")),
+        ("paged", (TorchBackend, PagedBackend), (256, "what attention backend paged needs")),
+        ("torch", (PagedBackend, TorchBackend), (16, "the default")),
+    ],
+)
+def test_the_preferred_block_size_is_that_of_the_backend_which_will_run(
+    make_spec: Callable[..., AttentionSpec],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    preference: tuple[type[TorchBackend], ...],
+    expected: tuple[int, str],
+) -> None:
+    loaders = {backend.name: (lambda backend=backend: backend) for backend in preference}
+    monkeypatch.setattr(selection, "_LOADERS", loaders)
+    assert preferred_block_size(name, make_spec()) == expected
+    chosen = select_backend(name, make_spec(block_size=expected[0])).name
+    assert (chosen == "paged") == (expected[0] == 256)
+
+
+def test_a_backend_that_is_passed_over_does_not_choose_the_block_size(
+    make_spec: Callable[..., AttentionSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unavailable(UnavailableBackend):
+        block_size_multiple = 256
+
+    loaders = {"unavailable": lambda: Unavailable, "torch": lambda: TorchBackend}
+    monkeypatch.setattr(selection, "_LOADERS", loaders)
+    assert preferred_block_size("auto", make_spec()) == (16, "the default")
+    assert preferred_block_size("unavailable", make_spec())[0] == 256
+
+
+def test_block_size_multiples_are_known_by_name() -> None:
+    multiples = {name: block_size_multiple(name) for name in ("auto", "flash_attn", "torch")}
+    assert multiples == {"auto": 1, "flash_attn": 256, "torch": 1}
+    with pytest.raises(ValueError, match="unknown attention backend 'flash'"):
+        block_size_multiple("flash")
 
 
 def test_auto_warns_once_of_what_is_lost_when_a_cpu_kernel_can_not_be_built(

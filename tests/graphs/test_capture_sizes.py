@@ -15,6 +15,7 @@ from graphs.capture_sizes import (
     MAX_SIZE,
     CaptureLadders,
     CaptureSizes,
+    Launch,
     default_sizes,
     parse_capture_sizes,
 )
@@ -99,68 +100,103 @@ def test_sizes_beyond_the_limit_become_the_limit():
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 7, 10, 15, 20, 33, 100, 256, 1000])
-@pytest.mark.parametrize("num_sizes", [4, 8, 24, 60])
+@pytest.mark.parametrize("ridge", [1, 5, 40, 175, 900])
 @pytest.mark.parametrize("budget", [1000, 2048, 8192])
-def test_default_ladders_hold_every_step_and_nothing_larger(max_num_seqs, num_sizes, budget):
+@pytest.mark.parametrize("restrict", [None, "without_full_graphs", "without_piecewise_graphs"])
+def test_default_ladders_hold_every_step_within_twofold_padding_and_nothing_larger(
+    max_num_seqs, ridge, budget, restrict
+):
     ladders = CaptureLadders.default(
-        max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, ridge=175, num_sizes=num_sizes
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, ridge=ridge
     )
-    assert ladders.num_sizes <= num_sizes
-    assert ladders.decode.sizes[0] == 1
     assert ladders.decode.largest == max_num_seqs
     assert ladders.mixed.largest == budget
-    for count in range(1, max_num_seqs + 1):
-        bucket = ladders.lookup(count, is_uniform_decode=True)
-        assert bucket is not None and count <= bucket <= max_num_seqs
-    for count in range(1, budget + 1):
-        bucket = ladders.lookup(count, is_uniform_decode=False)
-        assert bucket is not None and count <= bucket <= budget
-    assert ladders.lookup(max_num_seqs + 1, is_uniform_decode=True) is None
+    assert max_num_seqs in ladders.mixed.sizes
+    if restrict is not None:
+        ladders = getattr(ladders, restrict)()
+    for is_uniform_decode, limit in ((True, max_num_seqs), (False, budget)):
+        for count in range(1, limit + 1):
+            launch = ladders.choose(count, is_uniform_decode=is_uniform_decode)
+            if restrict == "without_piecewise_graphs" and not is_uniform_decode:
+                assert launch == Launch(mode="eager", size=count)
+                continue
+            is_full = is_uniform_decode and restrict != "without_full_graphs"
+            assert launch.mode == ("full" if is_full else "piecewise")
+            assert count <= launch.size <= min(limit if is_full else budget, 2 * count)
+            assert ladders.lookup(count, is_uniform_decode=is_uniform_decode) == launch.size
+    assert ladders.lookup(budget + 1, is_uniform_decode=True) is None
     assert ladders.lookup(budget + 1, is_uniform_decode=False) is None
 
 
-@pytest.mark.parametrize("limit", [1, 2, 15, 16, 17, 63, 175, 176, 177, 400])
-def test_tiny_budgets_have_ladders_too(limit):
-    ladders = CaptureLadders.default(max_num_seqs=1, max_num_batched_tokens=limit, ridge=175)
-    assert ladders.mixed.largest == limit
-    assert ladders.num_sizes <= 24
+@pytest.mark.parametrize("limit", [1, 2, 15, 16, 17, 31, 63, 175, 176, 177, 400])
+@pytest.mark.parametrize("ridge", [1, 31, 33, 100])
+def test_tiny_budgets_have_ladders_too(limit, ridge):
+    sizes = default_sizes(limit, ridge=ridge)
+    assert sizes[-1] == limit
+    assert sizes[0] == 1
+    assert all(b <= 2 * (a + 1) for a, b in itertools.pairwise(sizes))
 
 
-def test_default_decode_sizes_never_pad_beyond_twofold():
-    ladders = CaptureLadders.default(max_num_seqs=256, max_num_batched_tokens=2048, ridge=175)
-    for count in range(1, 257):
-        assert ladders.decode.lookup(count) < 2 * count
+def test_the_number_of_default_sizes_grows_slower_than_the_budget():
+    def num_sizes(budget: int) -> int:
+        return CaptureLadders.default(
+            max_num_seqs=256, max_num_batched_tokens=budget, ridge=175
+        ).num_sizes
+
+    assert num_sizes(2048) <= 24
+    assert num_sizes(2048) < num_sizes(8192) <= 40
+    assert num_sizes(1 << 17) <= 80
 
 
-def test_default_sizes_are_geometric_below_the_ridge_and_evenly_spaced_above():
-    sizes = default_sizes(2048, ridge=256, num_sizes=22)
-    below = [s for s in sizes if s <= 256]
-    above = [s for s in sizes if s >= 256]
-    assert below == [1, 2, 4, 8, 16, 32, 64, 128, 256]
-    steps = [b - a for a, b in itertools.pairwise(above)]
-    assert len(sizes) == 22
-    assert max(steps) - min(steps) <= 8
-    assert all(size % 8 == 0 for size in above)
+def test_default_sizes_double_below_the_ridge_then_keep_their_spaces_then_let_them_grow():
+    sizes = default_sizes(8192, ridge=264)
+    assert [size for size in sizes if size <= 256] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    assert all(size % 8 == 0 for size in sizes if size > 4)
+    for size, following in itertools.pairwise(size for size in sizes if size >= 256):
+        assert following - size <= max(132, size / 12) + 8
+        assert following - size >= max(132, size / 12) * 0.9 - 8
 
 
-def test_too_few_sizes_are_refused():
-    with pytest.raises(ValueError, match="num_sizes=3"):
-        CaptureLadders.default(max_num_seqs=8, max_num_batched_tokens=64, ridge=32, num_sizes=3)
-    with pytest.raises(ValueError, match="num_sizes=1"):
-        default_sizes(64, ridge=32, num_sizes=1)
+def test_sizes_below_the_ridge_are_no_nearer_than_pays():
+    assert default_sizes(128, ridge=4) == (1, 2, 4, 8, 16, 32, 64, 96, 128)
 
 
 def test_an_explicit_list_serves_both_kinds_of_step_up_to_their_limits():
     ladders = CaptureLadders.explicit((1, 2, 4, 96), max_num_seqs=20, max_num_batched_tokens=64)
     assert ladders.decode.sizes == (1, 2, 4, 20)
     assert ladders.mixed.sizes == (1, 2, 4, 64)
-    assert ladders.num_sizes == 8
+    assert ladders.num_sizes == 5, "sizes of both kinds count once"
 
 
 def test_the_bucket_follows_the_kind_of_the_step_not_only_its_token_count():
     ladders = CaptureLadders(decode=CaptureSizes((4, 16)), mixed=CaptureSizes((8, 32)))
     assert ladders.lookup(13, is_uniform_decode=True) == 16
     assert ladders.lookup(13, is_uniform_decode=False) == 32
+
+
+def test_decode_that_no_full_graph_fits_is_piecewise_and_what_nothing_fits_is_eager():
+    ladders = CaptureLadders(decode=CaptureSizes((4,)), mixed=CaptureSizes((8, 32)))
+    for count, launch in {
+        4: Launch(mode="full", size=4),
+        1: Launch(mode="eager", size=1, fall="padding above 2x"),
+        5: Launch(mode="piecewise", size=8),
+        12: Launch(mode="eager", size=12, fall="padding above 2x"),
+        33: Launch(mode="eager", size=33, fall="above the largest size"),
+    }.items():
+        assert ladders.choose(count, is_uniform_decode=True) == launch
+        size = ladders.lookup(count, is_uniform_decode=True)
+        assert size == (None if launch.mode == "eager" else launch.size)
+    assert ladders.choose(4, is_uniform_decode=False) == Launch(mode="piecewise", size=8)
+
+
+def test_decode_steps_bring_their_sizes_to_the_piecewise_ladder_where_full_graphs_are_missing():
+    ladders = CaptureLadders(decode=CaptureSizes((1, 3)), mixed=CaptureSizes((2, 8)))
+    merged = ladders.without_full_graphs()
+    assert (merged.decode, merged.mixed) == (None, CaptureSizes((1, 2, 3, 8)))
+    assert merged.without_full_graphs() == merged
+    only_full = ladders.without_piecewise_graphs()
+    assert only_full == CaptureLadders(decode=CaptureSizes((1, 3)), mixed=None)
+    assert only_full.without_full_graphs() == CaptureLadders(decode=None, mixed=None)
 
 
 def test_padding_statistics_count_tokens_time_and_steps_off_the_ladder():

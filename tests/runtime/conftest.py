@@ -179,8 +179,12 @@ class Bench:
         ladders = self.scheduler.config.ladders
         if ladders is None or batch.num_tokens == 0:
             return 0
-        sizes = (ladders.decode if batch.is_uniform_decode else ladders.mixed).sizes
-        return min((size for size in sizes if size >= batch.num_tokens), default=0)
+        for ladder in (ladders.decode if batch.is_uniform_decode else None, ladders.mixed):
+            sizes = ladder.sizes if ladder is not None else ()
+            size = min((size for size in sizes if size >= batch.num_tokens), default=0)
+            if 0 < size <= 2 * batch.num_tokens:
+                return size
+        return 0
 
     def step(self) -> SequenceUpdates:
         batch = self.schedule()

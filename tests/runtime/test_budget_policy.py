@@ -78,9 +78,9 @@ def test_the_bucket_is_of_the_ladder_of_the_steps_kind(make_bench):
 
 
 def test_a_prompt_of_one_token_is_a_uniform_decode(make_bench):
-    bench = make_bench(ladders=ladders(10, decode=(3, 8)))
+    bench = make_bench(ladders=ladders(1, 10, decode=(2, 8)))
     bench.add([5])
-    assert bench.schedule().bucket == 3
+    assert bench.schedule().bucket == 2
 
 
 def test_a_step_above_the_top_runs_unpadded(make_bench):
@@ -90,6 +90,32 @@ def test_a_step_above_the_top_runs_unpadded(make_bench):
     assert bench.step() and bench.num_steps == 1
     batch = bench.schedule()
     assert (batch.num_tokens, batch.bucket) == (4, 0)
+
+
+def test_a_step_below_half_of_its_size_runs_unpadded(make_bench):
+    bench = make_bench(ladders=ladders(10, decode=(2,)))
+    bench.add(prompt(4))
+    batch = bench.schedule()
+    assert (batch.num_tokens, batch.bucket) == (4, 0)
+
+
+def test_ladders_can_be_changed_between_two_steps(make_bench):
+    bench = make_bench(ladders=ladders(4, 16))
+    bench.add(prompt(4), 2)
+    bench.add(prompt(60), 2)
+    assert bench.scheduler.sizing.bucket(3, is_uniform_decode=False) == 4
+    bench.scheduler.sizing.ladders = ladders(6, 16)
+    assert bench.scheduler.sizing.bucket(3, is_uniform_decode=False) == 6
+
+
+def test_without_piecewise_graphs_only_decode_steps_have_a_bucket(make_bench):
+    only_full = ladders(10).without_piecewise_graphs()
+    bench = make_bench(ladders=only_full, bucket_fitting=True, step_cost=COST)
+    bench.add(prompt(4), 3)
+    assert bench.schedule().bucket == 0
+    bench = make_bench(ladders=only_full)
+    bench.add(prompt(1), 3)
+    assert bench.schedule().bucket == 1
 
 
 # Fitting
@@ -150,7 +176,8 @@ def test_a_prompt_that_cannot_be_admitted_yet_does_not_prevent_fitting(make_fitt
 def test_without_fitting_ladders_change_nothing_but_the_bucket(make_fitting_bench):
     def batches(**options):
         rng = random.Random(7)
-        bench = make_fitting_bench(64, 128, 1024, 2048, fits=False, **options)
+        sizes = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+        bench = make_fitting_bench(*sizes, fits=False, **options)
         seen = []
         for step in range(60):
             for _ in range(rng.choice([0, 0, 1, 3])):
@@ -288,7 +315,7 @@ def test_a_step_without_decodes_has_no_target():
 
 
 def test_a_chunk_is_not_shortened_where_the_target_may_hold_its_rest_back(make_bench):
-    """Without a target 200 tokens and then 30 beat a padded step of 400."""
+    """Without a target 200 tokens and then 110, padded to 200, are as good as one step of 400."""
 
     def first_chunk(itl_target_ms):
         bench = make_bench(
@@ -300,12 +327,12 @@ def test_a_chunk_is_not_shortened_where_the_target_may_hold_its_rest_back(make_b
             itl_target_ms=itl_target_ms,
             step_cost=COST,
         )
-        bench.add(prompt(230), 3)
+        bench.add(prompt(310), 3)
         return bench.schedule().num_tokens
 
     assert first_chunk(None) == 200
     assert first_chunk(1000_000) == 200
-    assert first_chunk(150_000) == 230
+    assert first_chunk(150_000) == 310
 
 
 @pytest.mark.parametrize("with_ladders", [True, False])

@@ -71,5 +71,7 @@ def test_env_shows_every_variable_with_value_and_source(capsys, monkeypatch):
 def test_backends_are_listed_with_the_reasons_against_them(checkpoint, capsys):
     assert main(["backends", "--model", str(checkpoint("llama")), "--dtype", "float32"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines] == ["native", "torch"]
+    names = [line.split(":")[0] for line in lines]
+    assert names == ["flashinfer", "flash_attn", "native", "torch"]
+    assert "flashinfer: device cpu is not a CUDA device; dtype torch.float32 is none of" in lines[0]
     assert lines[-1] == "torch: can run"

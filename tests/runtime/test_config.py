@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from runtime import ConfigError, EngineConfig
+from runtime.model_source import cache_directory
 from runtime.models import load_decoder_config, stored_dtype
 
 PATH = Path("somewhere")
@@ -27,15 +28,50 @@ def resolve(decoder, *, environ=None, stored=None, **options):
     return config.resolve(decoder, PATH, stored, environ or {})
 
 
-@pytest.mark.parametrize("block_size", [0, -16, 7, 24, 512, "16", 16.0, True, None])
+@pytest.mark.parametrize("block_size", [0, -16, 7, 24, 512, "16", 16.0, True])
 def test_block_sizes_other_than_powers_of_two_up_to_256_are_refused(block_size):
     with pytest.raises((ConfigError, TypeError), match="block_size"):
         EngineConfig(model="m", block_size=block_size)
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 16, 256, np.int64(32)])
-def test_good_block_sizes_are_kept(block_size):
+def test_good_block_sizes_are_kept(decoder, block_size):
     assert EngineConfig(model="m", block_size=block_size).block_size == block_size
+    assert resolve(decoder, block_size=block_size).block_size == block_size
+
+
+@pytest.mark.parametrize(
+    ("backend", "block_size", "reason"),
+    [
+        ("auto", 16, "the default"),
+        ("torch", 16, "the default"),
+        ("flash_attn", 256, "what attention backend flash_attn needs"),
+    ],
+)
+def test_an_open_block_size_is_what_the_attention_backend_needs(
+    decoder, backend, block_size, reason
+):
+    for source in ({"attention_backend": backend}, {"environ": {"STEPGRAPH_ATTENTION": backend}}):
+        resolved = resolve(decoder, **source)
+        assert resolved.block_size == block_size
+        assert resolved.reasons["block_size"] == reason
+        assert f"block_size = {block_size}  ({reason})" in resolved.describe()
+
+
+def test_a_block_size_that_the_attention_backend_can_not_take_is_refused(decoder):
+    with pytest.raises(
+        ConfigError,
+        match=r"block_size=16 is not a multiple of 256, as attention_backend='flash_attn' needs; "
+        r"leave block_size open, or ask for 256",
+    ):
+        resolve(decoder, block_size=16, attention_backend="flash_attn")
+    assert resolve(decoder, block_size=256, attention_backend="flash_attn").block_size == 256
+
+
+def test_the_cache_directory_is_the_environments_else_the_users(decoder, tmp_path):
+    environ = {"STEPGRAPH_CACHE_DIR": str(tmp_path)}
+    assert resolve(decoder, environ=environ).cache_dir == tmp_path
+    assert resolve(decoder).cache_dir == cache_directory()
 
 
 @pytest.mark.parametrize(

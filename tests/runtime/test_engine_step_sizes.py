@@ -38,10 +38,15 @@ def run(path, **options) -> tuple[list[list[int]], Engine]:
 @pytest.mark.parametrize(
     "options",
     [
-        {"capture_sizes": "1,2,4,8,16-64:16"},
-        {"capture_sizes": [8, 64], "bucket_fitting": True},
+        {"graph_mode": "piecewise", "capture_sizes": "1,2,4,8,16-64:16"},
+        {"graph_mode": "full_and_piecewise", "capture_sizes": [8, 64], "bucket_fitting": True},
         {"itl_target_ms": 0.001},
-        {"capture_sizes": "4,32,64", "bucket_fitting": True, "itl_target_ms": 4},
+        {
+            "graph_mode": "piecewise",
+            "capture_sizes": "4,32,64",
+            "bucket_fitting": True,
+            "itl_target_ms": 4,
+        },
     ],
 )
 def test_the_size_of_steps_does_not_change_what_is_generated(checkpoint, options):

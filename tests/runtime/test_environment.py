@@ -35,6 +35,8 @@ MALFORMED = [
     ("STEPGRAPH_GRAPH_MODE", ""),
     ("STEPGRAPH_GRAPH_MODE", "Full"),
     ("STEPGRAPH_GRAPH_MODE", "full,piecewise"),
+    ("STEPGRAPH_LAZY_CAPTURE", "on"),
+    ("STEPGRAPH_LAZY_CAPTURE", "-1"),
     ("STEPGRAPH_MAX_NUM_BATCHED_TOKENS", ""),
     ("STEPGRAPH_MAX_NUM_BATCHED_TOKENS", "0"),
     ("STEPGRAPH_MAX_NUM_BATCHED_TOKENS", "-1"),
@@ -68,6 +70,24 @@ def test_a_malformed_value_is_refused_in_one_line_with_name_value_and_allowed_fo
     assert message.startswith(f"environment variable {name}={text!r} is not allowed")
     assert message.endswith(f"allowed: {ALLOWED[name]}")
     assert "\n" not in message
+
+
+SPELLINGS = ("abc", "", " 8 ", "on", "-1", "1e3", "12Q")
+ACCEPTED = {
+    "STEPGRAPH_CAPTURE_SIZES": {" 8 ": (8,)},
+    "STEPGRAPH_MAX_NUM_BATCHED_TOKENS": {" 8 ": 8},
+}
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+@pytest.mark.parametrize("text", SPELLINGS)
+def test_a_spelling_is_read_as_documented_or_refused_but_never_ignored(name, text):
+    if text in ACCEPTED.get(name, {}):
+        assert read_environment({name: text}) == {name: ACCEPTED[name][text]}
+        return
+    with pytest.raises(ConfigError) as caught:
+        read_environment({name: text})
+    assert str(caught.value).startswith(f"environment variable {name}={text!r} is not allowed")
 
 
 def test_the_malformed_values_cover_every_variable():
@@ -140,16 +160,38 @@ def resolve(checkpoint):
     return resolve
 
 
-def test_capture_sizes_come_from_the_argument_then_the_environment_then_not_at_all(resolve):
+def test_capture_sizes_come_from_the_argument_then_the_environment_then_the_limits(resolve):
     environ = {"STEPGRAPH_CAPTURE_SIZES": "1,4,96"}
-    ladders = resolve(environ, capture_sizes="2-6:2").ladders
+    mode = {"graph_mode": "full_and_piecewise"}
+    ladders = resolve(environ, capture_sizes="2-6:2", **mode).ladders
     assert (ladders.decode.sizes, ladders.mixed.sizes) == ((2, 4, 6), (2, 4, 6))
-    assert resolve(environ, capture_sizes=[8, 2]).ladders.decode.sizes == (2, 8)
-    config = resolve(environ)
+    assert resolve(environ, capture_sizes=[8, 2], **mode).ladders.decode.sizes == (2, 8)
+    config = resolve(environ, **mode)
     assert config.ladders.decode.sizes == (1, 4, 20), "cut at the most sequences"
     assert config.ladders.mixed.sizes == (1, 4, 64), "cut at the token budget"
     assert config.reasons["ladders"] == "STEPGRAPH_CAPTURE_SIZES"
-    assert resolve().ladders is None
+    assert resolve(**mode).ladders.decode.largest == 20
+
+
+def test_the_graph_mode_says_which_ladders_there_are(resolve):
+    sizes = {"capture_sizes": "1,4,96"}
+    ladders = resolve(graph_mode="piecewise", **sizes).ladders
+    assert (ladders.decode, ladders.mixed.sizes) == (None, (1, 4, 20, 64))
+    ladders = resolve(graph_mode="full", **sizes).ladders
+    assert (ladders.decode.sizes, ladders.mixed) == ((1, 4, 20), None)
+    assert resolve(graph_mode="none", **sizes).ladders is None
+    assert resolve(**sizes).ladders is None, "the default on a CPU is no graphs"
+
+
+def test_switches_come_from_the_argument_then_the_environment_then_are_off(resolve):
+    for name in ("lazy_capture", "nvtx"):
+        environ = {f"STEPGRAPH_{name.upper()}": "1"}
+        assert getattr(resolve(), name) is False
+        assert getattr(resolve(environ), name) is True
+        assert resolve(environ).reasons[name] == f"STEPGRAPH_{name.upper()}"
+        assert getattr(resolve(environ, **{name: False}), name) is False
+        with pytest.raises(ConfigError, match=f"{name}='yes' is not True or False"):
+            resolve(**{name: "yes"})
 
 
 @pytest.mark.parametrize(
@@ -168,11 +210,14 @@ def test_a_wrong_latency_target_is_refused(value):
 
 
 def test_options_about_step_size_that_do_not_go_together_are_refused(resolve):
-    with pytest.raises(ConfigError, match="bucket_fitting=True, but no sizes"):
-        resolve(bucket_fitting=True)
+    for mode in ("none", "full"):
+        with pytest.raises(
+            ConfigError, match=f"bucket_fitting=True, but under graph_mode='{mode}'"
+        ):
+            resolve(bucket_fitting=True, capture_sizes="8,64", graph_mode=mode)
     with pytest.raises(ConfigError, match="prefill_first"):
         EngineConfig(model="m", itl_target_ms=20, policy="prefill_first")
-    assert resolve(bucket_fitting=True, capture_sizes="8,64").bucket_fitting
+    assert resolve(bucket_fitting=True, graph_mode="piecewise").bucket_fitting
 
 
 def test_the_environments_allowed_form_is_the_parsers_own():

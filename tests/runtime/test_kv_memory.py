@@ -5,9 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+from graphs import TrialCapture
 from runtime import ConfigError, EngineConfig
 from runtime.input_batch import pack
-from runtime.kv_memory import GIB, available_memory, cpu_kv_bytes, cuda_kv_bytes, size_kv_pool
+from runtime.kv_memory import (
+    GIB,
+    available_memory,
+    cpu_kv_bytes,
+    cuda_kv_bytes,
+    estimated_graph_bytes,
+    size_kv_pool,
+)
 from runtime.model_runner import largest_step
 from runtime.models import load_decoder_config
 from runtime.row_table import RowTable
@@ -48,10 +56,21 @@ def test_a_budget_without_one_usable_block_is_refused():
 
 
 def test_a_gpus_pool_is_what_the_share_leaves_after_use_and_activations():
-    arguments = {"total": 80 * GIB, "utilization": 0.9, "in_use": 20 * GIB}
+    arguments = {"total": 80 * GIB, "utilization": 0.9, "in_use": 20 * GIB, "graphs": 0}
     small_step = cuda_kv_bytes(**arguments, activation_peak=1 * GIB)
     assert small_step == 51 * GIB
     assert cuda_kv_bytes(**arguments, activation_peak=4 * GIB) < small_step
+    arguments["graphs"] = 2 * GIB
+    assert cuda_kv_bytes(**arguments, activation_peak=1 * GIB) == small_step - 2 * GIB
+
+
+def test_graphs_are_estimated_as_the_largest_of_each_kind_and_an_increment_for_every_further_one():
+    full = TrialCapture(kind="full", num_graphs=9, first_bytes=100, next_bytes=3)
+    piecewise = TrialCapture(kind="piecewise", num_graphs=23, first_bytes=1000, next_bytes=20)
+    alone = TrialCapture(kind="full", num_graphs=1, first_bytes=7, next_bytes=0)
+    assert estimated_graph_bytes([full, piecewise]) == (100 + 8 * 3) + (1000 + 22 * 20)
+    assert estimated_graph_bytes([alone]) == 7
+    assert estimated_graph_bytes([]) == 0
 
 
 def test_a_cpus_pool_is_a_quarter_of_what_is_free_up_to_4_gib():

@@ -57,7 +57,10 @@ def test_logits_equal_transformers_for_every_family_and_head_grouping(
     assert expected.std() > 0.1  # the comparison means something
 
 
-@pytest.mark.parametrize("hidden_size, head_dim", [(64, 32), (128, 64), (64, 6), (256, 64)])
+@pytest.mark.parametrize(
+    "hidden_size, head_dim, num_kv_heads",
+    [(64, 32, 1), (64, 32, 2), (64, 32, 4), (128, 64, 2), (64, 6, 2), (256, 64, 2)],
+)
 @pytest.mark.parametrize("config_class", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config])
 def test_logits_equal_transformers_for_every_head_dim(
     make_checkpoint: Callable[..., PreTrainedModel],
@@ -68,8 +71,11 @@ def test_logits_equal_transformers_for_every_head_dim(
     config_class: type[PreTrainedConfig],
     hidden_size: int,
     head_dim: int,
+    num_kv_heads: int,
 ) -> None:
-    model = make_checkpoint(config_class, hidden_size=hidden_size, head_dim=head_dim)
+    model = make_checkpoint(
+        config_class, hidden_size=hidden_size, head_dim=head_dim, num_key_value_heads=num_kv_heads
+    )
     decoder = load(tmp_path)
     assert decoder.config.head_dim == head_dim
     torch.testing.assert_close(

@@ -1,0 +1,85 @@
+"""The whole engine on the FlashInfer backend, over its stand-in, with every kind of graph."""
+
+from __future__ import annotations
+
+import pytest
+
+from attention import selection
+from runtime import LLM, SamplingParams
+from tests.attention.flashinfer_double import make_backend_class, make_double
+
+PROMPTS = [[(11 * i + j) % 250 for j in range(n)] for i, n in enumerate((1, 7, 16, 33, 60, 90))]
+SIZES = "1,2,4,8,16,32"
+
+
+@pytest.fixture
+def on_double(monkeypatch):
+    use_double(monkeypatch, "0.7.4")
+
+
+def use_double(monkeypatch, version):
+    backend = make_backend_class(make_double(version))
+    monkeypatch.setitem(selection._LOADERS, "flashinfer", lambda: backend)
+
+
+def run(path, prompts=PROMPTS, **options):
+    params = [
+        SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
+        SamplingParams(temperature=1, seed=5, max_tokens=20, ignore_eos=True),
+    ]
+    params = [params[i % 2] for i in range(len(prompts))]
+    options = {"dtype": "float32", "max_num_batched_tokens": 32} | options
+    with LLM(path, max_model_len=128, **options) as llm:
+        assert llm.engine.config.attention_backend == options.get("attention_backend", "auto")
+        outputs = [*llm.generate(prompts, params, use_tqdm=False)]
+        outputs += llm.generate(prompts, params, use_tqdm=False)
+        llm.engine.check_integrity()
+        return [output.outputs[0].token_ids for output in outputs], llm.engine.stats()
+
+
+@pytest.mark.usefixtures("on_double")
+@pytest.mark.parametrize("mode", ["none", "full", "piecewise", "full_and_piecewise"])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_every_graph_mode_gives_the_tokens_of_the_reference_backend(checkpoint, family, mode):
+    path = checkpoint(family)
+    expected, _ = run(path, attention_backend="torch")
+    tokens, stats = run(path, attention_backend="flashinfer", graph_mode=mode, capture_sizes=SIZES)
+    assert tokens == expected
+    assert stats["dropped"] == {}
+    taken = {bucket["mode"] for bucket in stats["buckets"]}
+    assert (
+        taken
+        == {
+            "none": {"eager"},
+            "full": {"full", "eager"},
+            "piecewise": {"piecewise"},
+            "full_and_piecewise": {"full", "piecewise"},
+        }[mode]
+    )
+    assert "changed plan" not in stats["falls"]
+
+
+@pytest.mark.parametrize("version", ["0.6.18", "0.7.4"])
+def test_tokens_stay_the_same_while_sequences_are_preempted(checkpoint, monkeypatch, version):
+    use_double(monkeypatch, version)
+    path = checkpoint("qwen3")
+    expected, _ = run(path, attention_backend="torch")
+    options = {"graph_mode": "full_and_piecewise", "capture_sizes": SIZES, "num_kv_blocks": 10}
+    tokens, stats = run(path, attention_backend="flashinfer", **options)
+    assert tokens == expected
+    assert stats["num_preemptions"] > 0
+
+
+@pytest.mark.usefixtures("on_double")
+def test_it_is_the_first_choice_where_it_can_run(checkpoint, caplog):
+    with caplog.at_level("INFO", logger="stepgraph.attention"):
+        run(checkpoint("llama"), prompts=[[5, 6, 7]])
+    assert "attention backend: flashinfer (auto)" in caplog.text
+
+
+@pytest.mark.usefixtures("on_double")
+def test_limits_of_the_engine_size_the_workspace(checkpoint, caplog):
+    with caplog.at_level("INFO", logger="stepgraph.attention"):
+        run(checkpoint("llama"), prompts=[[5, 6, 7]], max_num_seqs=7)
+    assert "7 sequences (the limits of a step)" in caplog.text
+    assert "a larger step" not in caplog.text

@@ -73,7 +73,7 @@ class AsyncLLM:
         # One thread: requests keep their order, and the tokenizer is used by nobody else.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="stepgraph-tokenize")
         self._thread = EngineThread(self._llm.engine, max_waiting=max_waiting)
-        self._policy = self._llm.engine.config.policy
+        self._limits = self._llm.engine.scheduler.config
         self._lock = threading.Lock()
         self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}
         self._numbers = itertools.count()
@@ -225,11 +225,13 @@ class AsyncLLM:
             request_id = next(name for name in names if self._thread.find(name) is None)
         elif not isinstance(request_id, str):
             raise TypeError(f"request_id={request_id!r:.80} is not a string")
+        priority = _whole_number("priority", priority)
+        self._limits.check_priority(priority)
         now = time.monotonic()
         submission = Submission(
             request_id=request_id,
             params=one_sampling_params(sampling_params),
-            priority=self._check_priority(priority),
+            priority=priority,
             arrival_time=now,
             deadline=now + _seconds("deadline", deadline),
             outbox=mailbox,
@@ -249,15 +251,6 @@ class AsyncLLM:
                 self._mailboxes = {old: box for old, box in known if not old.is_closed()}
                 self._mailboxes[loop] = Mailbox(loop)
             return self._mailboxes[loop]
-
-    def _check_priority(self, priority: int) -> int:
-        priority = _whole_number("priority", priority)
-        if priority and self._policy != "priority":
-            raise InvalidRequestError(
-                f"priority={priority} has no effect under policy={self._policy!r}; make the "
-                f"engine with policy='priority'"
-            )
-        return priority
 
     async def _call(self, function: Callable[[Engine], T]) -> T:
         return await asyncio.wrap_future(self._thread.call(function))

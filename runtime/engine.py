@@ -160,7 +160,7 @@ class Engine:
             InvalidRequestError: nothing was queued.
         """
         ids = self.check(token_ids, params)
-        self.check_priority(priority)
+        self.scheduler.config.check_priority(priority)
         if request_id is None:
             names = (f"request-{number}" for number in itertools.count(self._num_requests))
             request_id = next(name for name in names if name not in self._sequences)
@@ -184,14 +184,6 @@ class Engine:
         self._sequences[request_id] = sequence
         self._num_requests += 1
         return sequence
-
-    def check_priority(self, priority: int) -> None:
-        """Raise InvalidRequestError if the policy has no use for it."""
-        if priority and self.config.policy != "priority":
-            raise InvalidRequestError(
-                f"priority={priority} has no effect under policy={self.config.policy!r}; make the "
-                f"engine with policy='priority'"
-            )
 
     def step(self) -> SequenceUpdates:
         """Schedule one batch, run it, and take in its tokens.

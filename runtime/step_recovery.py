@@ -110,6 +110,7 @@ class StepRecovery:
             else:
                 scheduler.resume(self._held)
                 self._held = []
+                self._failed_alone = self._probe = None
                 self.is_active = False
 
     def _set_aside(self, sequences: list[Sequence] | set[Sequence]) -> None:

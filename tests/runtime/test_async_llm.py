@@ -12,6 +12,7 @@ import textwrap
 import threading
 import time
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -215,6 +216,18 @@ def test_a_request_that_nobody_reads_runs_to_its_end(llm):
         assert len(output.outputs[0].token_ids) == 10
 
     run(main())
+
+
+def test_the_readmes_example_runs(checkpoint, capsys):
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (example,) = [block for block in readme.split("```") if "AsyncLLM(" in block]
+    code = example.removeprefix("python").replace(
+        '"smollm2-135m-instruct"', f"{str(checkpoint('llama'))!r}, max_model_len=128"
+    )
+    exec(compile(code, "README.md", "exec"), {})
+    shown = capsys.readouterr().out
+    assert "The sea is ->" in shown
+    assert "Rain falls ->" in shown
 
 
 # What ends them

@@ -17,7 +17,7 @@ from runtime.request_stream import RequestStream, _Buffer
 from runtime.sequence import Sequence
 
 NUM_STREAMS = 500
-OPTIONS = {"max_model_len": 128, "max_num_seqs": 48, "num_kv_blocks": 60}
+OPTIONS = {"max_model_len": 128, "max_num_seqs": 48, "num_kv_blocks": 40}
 PER_REQUEST = (LiveRequest, RequestStream, Sequence, StepNews, Submission, _Buffer)
 ACTIONS = ("read", "read", "read", "cancel", "break", "close", "drop", "abort", "late")
 

@@ -15,7 +15,13 @@ import torch
 
 from .backend import AttentionBackend, AttentionPlan
 from .metadata import AttentionMetadata, AttentionSpec
-from .native_build import NativeBuildError, load_library, usable_levels, usable_library
+from .native_build import (
+    ATTENTION_SOURCE,
+    NativeBuildError,
+    load_library,
+    usable_levels,
+    usable_library,
+)
 from .native_plan import CapturableNativePlan, NativePlan, make_plan
 from .paged_kv_cache import PagedKVCache
 
@@ -43,7 +49,7 @@ class NativeBackend(AttentionBackend):
         self, spec: AttentionSpec, *, cache_dir: Path | None = None, level: str | None = None
     ) -> None:
         super().__init__(spec, cache_dir=cache_dir)
-        self.library = usable_library(level or usable_levels()[0], cache_dir)
+        self.library = usable_library(ATTENTION_SOURCE, level or usable_levels()[0], cache_dir)
         self._windows = [0 if window is None else window for window in spec.windows]
 
     @classmethod
@@ -65,7 +71,7 @@ class NativeBackend(AttentionBackend):
             reasons.append("scores can't be capped")
         if not reasons:
             try:
-                usable_library(usable_levels()[0], cache_dir)
+                usable_library(ATTENTION_SOURCE, usable_levels()[0], cache_dir)
             except NativeBuildError as error:
                 reasons.append(str(error))
         return reasons

@@ -1,7 +1,7 @@
-"""Builds the native backend's C++ library at first use, and keeps it in the user's cache.
+"""Builds native C++ libraries at first use, and keeps them in the user's cache.
 
-The library has a plain C interface, so it needs neither torch's headers nor its libraries and
-compiles in seconds. One library is built per level of vector instructions.
+A library has a plain C interface, so it needs neither torch's headers nor its libraries and
+compiles in seconds. It is built per level of vector instructions.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 
-SOURCE_DIRECTORY = Path(__file__).parent / "csrc"
-_MAIN_SOURCE = "native_attention.cpp"
+COMMON_HEADERS = Path(__file__).parent / "csrc"
+"""Directory of headers that all libraries may include."""
 _COMMON_FLAGS = (
     *("-std=gnu++17", "-O3", "-shared", "-fPIC", "-fvisibility=hidden"),
     *("-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi"),
@@ -31,10 +31,30 @@ _COMPILERS = ("c++", "g++", "clang++")
 _TIMEOUT_SECONDS = 300
 # GNU's entry point for a parallel region; LLVM's and Intel's runtimes offer it too.
 _OPENMP_SYMBOL = "GOMP_parallel"
+# at::native::cpublas::brgemm for bfloat16, and brgemm_release.
+_MATRIX_SYMBOLS = (
+    "_ZN2at6native7cpublas6brgemmEllllllbPKN3c108BFloat16ES5_Pfb",
+    "_ZN2at6native7cpublas14brgemm_releaseEb",
+)
 
 
 class NativeBuildError(RuntimeError):
     """The library can't be had here; the message is one sentence that says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeSource:
+    """What one library is compiled from."""
+
+    name: str
+    """Of the library."""
+    file: Path
+    """The only translation unit; headers lie beside it and in COMMON_HEADERS."""
+
+
+ATTENTION_SOURCE = NativeSource(
+    name="attention", file=Path(__file__).parent / "csrc" / "native_attention.cpp"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +75,11 @@ _AVX2_CPU = frozenset({"avx2", "fma", "f16c"})
 _AVX512_CPU = _AVX2_CPU | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 
 LEVELS: tuple[Level, ...] = (
+    Level(
+        name="amx",
+        flags=(*_AVX512, "-mavx512bf16", "-DSTEPGRAPH_MATRIX_KERNEL"),
+        cpu_flags=_AVX512_CPU | {"avx512_bf16", "amx_tile", "amx_bf16"},
+    ),
     Level(
         name="avx512_bf16",
         flags=(*_AVX512, "-mavx512bf16"),
@@ -113,18 +138,16 @@ def find_compiler() -> list[str]:
     )
 
 
-def build_library(
-    level: str, *, cache_dir: Path | None = None, sources: Path = SOURCE_DIRECTORY
-) -> Path:
-    """Return the path of the library for a level, compiling it unless the cache holds it.
+def build_library(source: NativeSource, level: str, *, cache_dir: Path | None = None) -> Path:
+    """Return the path of a library for a level, compiling it unless the cache holds it.
 
     It is found under a hash of the sources, the compiler and its version, and the flags.
     Several processes may build at once: each one compiles, and the last one's file stays.
 
     Args:
+        source: which library.
         level: a name from LEVELS.
         cache_dir: where it is kept; None means cache_directory().
-        sources: the directory of the C++ sources.
 
     Raises:
         NativeBuildError: no compiler, a failed compilation, or a cache that can't be written.
@@ -132,15 +155,15 @@ def build_library(
     (flags,) = [known.flags for known in LEVELS if known.name == level]
     command = [*find_compiler(), *_COMMON_FLAGS, *flags]
     directory = (cache_directory() if cache_dir is None else cache_dir) / "native"
-    key = _build_key(command, sources)
-    path = directory / f"attention-{level}-{key}.so"
+    key = _build_key(command, source)
+    path = directory / f"{source.name}-{level}-{key}.so"
     if path.exists():
         return path
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory, prefix=".build-") as scratch:
             made = Path(scratch) / path.name
-            _run([*command, str(sources / _MAIN_SOURCE), "-o", str(made)])
+            _run([*command, f"-I{COMMON_HEADERS}", str(source.file), "-o", str(made)])
             made.replace(path)
     except OSError as error:
         raise NativeBuildError(
@@ -149,11 +172,12 @@ def build_library(
     return path
 
 
-def _build_key(command: list[str], sources: Path) -> str:
+def _build_key(command: list[str], source: NativeSource) -> str:
     digest = hashlib.sha256()
-    for file in sorted(sources.iterdir()):
-        if file.suffix in (".cpp", ".h"):
-            digest.update(f"{file.name}\0{file.stat().st_size}\0".encode() + file.read_bytes())
+    for directory in dict.fromkeys((source.file.parent, COMMON_HEADERS)):
+        for file in sorted(directory.iterdir()):
+            if file.suffix == ".h" or file == source.file:
+                digest.update(f"{file.name}\0{file.stat().st_size}\0".encode() + file.read_bytes())
     version = _run([command[0], "--version"])
     digest.update("\0".join([*command, version]).encode())
     return digest.hexdigest()[:20]
@@ -182,40 +206,38 @@ def _run(command: list[str]) -> str:
 
 
 @functools.cache
-def usable_library(level: str, cache_dir: Path | None = None) -> str:
-    """Path of the library for a level, built if need be and known to load.
+def usable_library(source: NativeSource, level: str, cache_dir: Path | None = None) -> str:
+    """Path of a library for a level, built if need be and known to load.
 
     Raises NativeBuildError like build_library and load_library.
     """
-    path = str(build_library(level, cache_dir=cache_dir))
+    path = str(build_library(source, level, cache_dir=cache_dir))
     load_library(path)
     return path
 
 
 @functools.cache
 def load_library(path: str) -> ctypes.CDLL:
-    """Load a library that build_library made, and connect it to torch's threads.
+    """Load a library that build_library made, and connect it to torch.
 
     Raises NativeBuildError if it can't be loaded, and if torch doesn't run on OpenMP.
     """
-    openmp = _torch_openmp()
+    torch_library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    openmp = _address(torch_library, _OPENMP_SYMBOL)
+    if openmp is None:
+        raise NativeBuildError(f"torch doesn't run its threads with OpenMP (no {_OPENMP_SYMBOL})")
     try:
         library = ctypes.CDLL(path)
     except OSError as error:
         raise NativeBuildError(f"the compiled library can't be loaded ({error})") from error
-    library.stepgraph_use_openmp.argtypes = [ctypes.c_void_p]
-    library.stepgraph_use_openmp.restype = None
-    library.stepgraph_attend.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    library.stepgraph_attend.restype = ctypes.c_int64
     library.stepgraph_use_openmp(openmp)
+    if hasattr(library, "stepgraph_use_matrix_kernel"):  # else it has no use for one
+        kernel = [_address(torch_library, name) for name in _MATRIX_SYMBOLS]
+        if None not in kernel and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            library.stepgraph_use_matrix_kernel(*kernel)
     return library
 
 
-def _torch_openmp() -> int | None:
-    """Address of _OPENMP_SYMBOL in the runtime that torch is linked with."""
-    try:
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        function = getattr(library, _OPENMP_SYMBOL)
-    except (OSError, AttributeError) as error:
-        raise NativeBuildError(f"torch doesn't run its threads with OpenMP ({error})") from error
-    return ctypes.cast(function, ctypes.c_void_p).value
+def _address(library: ctypes.CDLL, symbol: str) -> ctypes.c_void_p | None:
+    function = getattr(library, symbol, None)
+    return None if function is None else ctypes.cast(function, ctypes.c_void_p)

@@ -1,39 +1,106 @@
-"""The regions between attention calls on a CPU: plain, prepacked and compiled weights' products.
+"""Products and regions between attention calls on a CPU: the ways to compute them, side by side.
 
-    python profiling/region_benchmark.py [--rounds 15] [--tokens 1 32 512]
+    python profiling/region_benchmark.py [--rounds 15] [--tokens 1 8 32 128 512]
 
-All regions of the model in turn, as a step runs them, bfloat16. The three ways are interleaved;
-medians in milliseconds and ratios to plain are printed. The first compilation is not counted.
+All layers of the model in turn, as a step runs them, bfloat16, without attention. Ways are
+interleaved, each after a nap, so that other processes disturb them less; the least of all rounds is
+printed in milliseconds, with its ratio to the first way. The first compilation is not counted.
+
+products: the four projections of every layer. plain: F.linear. onednn: with weights in oneDNN's own
+layout, as torch.compile freezes them. packed: `linear` with packed weights.
+forward: from token ids to hidden states, attention's result taken for its queries. plain: operator
+by operator. compiled: `between` compiled by Inductor. packed: plain with packed weights. native:
+each region as one native call.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import dataclasses
 import time
 from collections.abc import Callable
-from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 
 from runtime.model_source import resolve_model
-from runtime.models import Decoder, load_decoder, load_decoder_config
+from runtime.models import (
+    PLAIN_REGIONS,
+    Decoder,
+    load_decoder,
+    load_decoder_config,
+    native_regions,
+    pack_decoder,
+)
 from runtime.models.decoder import between
+from runtime.models.linear import linear
+
+Way = Callable[[], object]
+NAP_SECONDS = 0.02
 
 
-def make_runner(decoder: Decoder, region: Callable, num_tokens: int) -> Callable[[], None]:
-    """All regions of a decoder on `num_tokens` made-up rows."""
-    config = decoder.config
-    attended = torch.randn(num_tokens, config.num_heads, config.head_dim).bfloat16()
-    residual = torch.randn(num_tokens, config.hidden_size).bfloat16()
-    ids = torch.zeros(num_tokens, dtype=torch.int32)
-    _, rotary = decoder.enter(ids, torch.arange(num_tokens))
+def layer_weights(decoder: Decoder) -> list:
+    """The weights of all projections, in the order of their use."""
+    names = ("qkv_weight", "o_weight", "gate_up_weight", "down_weight")
+    return [getattr(layer, name) for layer in decoder.layers for name in names]
 
-    def run() -> None:
-        for layer, next_layer in pairwise(decoder.layers):
-            region(layer, next_layer, attended, residual, rotary)
 
-    return run
+def product_ways(plain: Decoder, packed: Decoder, num_tokens: int) -> dict[str, Way]:
+    """The ways to compute all projections of made-up rows."""
+    weights = layer_weights(plain)
+    ours = layer_weights(packed)
+    onednn = [torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None) for weight in weights]
+    widths = {weight.shape[1] for weight in weights}
+    rows = {width: torch.randn(num_tokens, width).bfloat16() for width in widths}
+    inputs = [rows[weight.shape[1]] for weight in weights]
+    multiply = torch.ops.mkldnn._linear_pointwise
+    return {
+        "plain": lambda: [F.linear(x, w) for x, w in zip(inputs, weights, strict=True)],
+        "onednn": lambda: [
+            multiply(x, w, None, "none", [], "") for x, w in zip(inputs, onednn, strict=True)
+        ],
+        "packed": lambda: [linear(x, w) for x, w in zip(inputs, ours, strict=True)],
+    }
+
+
+def forward_ways(
+    plain: Decoder, packed: Decoder, compiled: Callable, num_tokens: int
+) -> dict[str, Way]:
+    """The ways to compute a forward."""
+    ids, positions = torch.zeros(num_tokens, dtype=torch.int32), torch.arange(num_tokens)
+
+    def attend(
+        layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        return query
+
+    regions = dataclasses.replace(PLAIN_REGIONS, between=compiled)
+    native = native_regions(packed)
+    return {
+        "plain": lambda: plain(ids, positions, attend),
+        "compiled": lambda: plain(ids, positions, attend, regions),
+        "packed": lambda: packed(ids, positions, attend),
+        "native": lambda: packed(ids, positions, attend, native),
+    }
+
+
+def compare(label: str, ways: dict[str, Way], rounds: int) -> None:
+    """Print one line of least times."""
+    least = dict.fromkeys(ways, float("inf"))
+    for way in ways.values():
+        way()
+    for _ in range(rounds):
+        for name, way in ways.items():
+            time.sleep(NAP_SECONDS)
+            torch.ones(1 << 16).sum()  # wakes the threads
+            start = time.perf_counter()
+            way()
+            least[name] = min(least[name], 1e3 * (time.perf_counter() - start))
+    first = next(iter(least.values()))
+    columns = "   ".join(
+        f"{name} {best:6.2f} ms ({first / best:.2f}x)" for name, best in least.items()
+    )
+    print(f"{label}   {columns}", flush=True)
 
 
 @torch.inference_mode()
@@ -42,34 +109,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 32, 512])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 128, 512])
     args = parser.parse_args()
     path = resolve_model(args.model)
     config, cpu = load_decoder_config(path), torch.device("cpu")
     plain, packed = (load_decoder(config, path, dtype=torch.bfloat16, device=cpu) for _ in range(2))
-    packed.prepack()
+    pack_decoder(packed)
     compiled = torch.compile(between, dynamic=True, fullgraph=True)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {args.rounds} rounds")
     for num_tokens in args.tokens:
-        ways = {
-            "plain": make_runner(plain, between, num_tokens),
-            "prepacked": make_runner(packed, between, num_tokens),
-            "compiled": make_runner(plain, compiled, num_tokens),
-        }
-        times: dict[str, list[float]] = {name: [] for name in ways}
-        for way in ways.values():
-            way()
-        for _ in range(args.rounds):
-            for name, way in ways.items():
-                start = time.perf_counter()
-                way()
-                times[name].append(1e3 * (time.perf_counter() - start))
-        medians = {name: statistics.median(values) for name, values in times.items()}
-        columns = "   ".join(
-            f"{name} {median:6.1f} ms ({medians['plain'] / median:.2f}x)"
-            for name, median in medians.items()
-        )
-        print(f"{num_tokens:5d} tokens   {columns}")
+        compare(f"products {num_tokens:4d}", product_ways(plain, packed, num_tokens), args.rounds)
+        ways = forward_ways(plain, packed, compiled, num_tokens)
+        compare(f"forward  {num_tokens:4d}", ways, args.rounds)
 
 
 if __name__ == "__main__":

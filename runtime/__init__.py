@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         DeadlineExceededError,
         EngineDeadError,
         InvalidRequestError,
+        LogitsProcessorError,
         ModelLoadError,
         NonFiniteLogitsError,
         QueueFullError,
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     )
     from .llm import LLM
     from .metrics import EngineMetrics
-    from .outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from .outputs import CompletionOutput, Logprob, PromptScore, RequestMetrics, RequestOutput
     from .sampling_params import RequestOutputKind, SamplingParams
 
 _MODULES = {
@@ -39,8 +40,11 @@ _MODULES = {
     "EngineMetrics": "metrics",
     "InvalidRequestError": "errors",
     "LLM": "llm",
+    "LogitsProcessorError": "errors",
+    "Logprob": "outputs",
     "ModelLoadError": "errors",
     "NonFiniteLogitsError": "errors",
+    "PromptScore": "outputs",
     "QueueFullError": "errors",
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
@@ -61,8 +65,11 @@ __all__ = [
     "EngineDeadError",
     "EngineMetrics",
     "InvalidRequestError",
+    "LogitsProcessorError",
+    "Logprob",
     "ModelLoadError",
     "NonFiniteLogitsError",
+    "PromptScore",
     "QueueFullError",
     "RequestMetrics",
     "RequestOutput",

@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import math
-import numbers
-import operator
 import threading
 import time
 import weakref
@@ -17,9 +15,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from . import value_checks as checks
 from .engine import Engine
 from .engine_thread import EngineThread, Submission
-from .errors import EngineDeadError, InvalidRequestError
+from .errors import EngineDeadError
 from .llm import LLM
 from .metrics import EngineMetrics
 from .prompts import (
@@ -65,9 +64,7 @@ class AsyncLLM:
 
     def __init__(self, model: str | Path, *, max_waiting: int | None = None, **config: Any) -> None:
         if max_waiting is not None:
-            max_waiting = _whole_number("max_waiting", max_waiting)
-            if max_waiting < 0:
-                raise InvalidRequestError(f"max_waiting={max_waiting} is below 0")
+            max_waiting = checks.integer("max_waiting", max_waiting, 0, None)
         self._llm = LLM(model, **config)
         self.tokenizer = self._llm.tokenizer
         # One thread: requests keep their order, and the tokenizer is used by nobody else.
@@ -224,16 +221,18 @@ class AsyncLLM:
             names = (f"request-{number}" for number in self._numbers)
             request_id = next(name for name in names if self._thread.find(name) is None)
         elif not isinstance(request_id, str):
-            raise TypeError(f"request_id={request_id!r:.80} is not a string")
-        priority = _whole_number("priority", priority)
+            raise checks.wrong_type("request_id", request_id, "a string")
+        priority = checks.integer("priority", priority, -(2**63), 2**63 - 1)
         self._limits.check_priority(priority)
+        if deadline is not None:
+            deadline = checks.number("deadline", deadline, 0.0, math.inf, above_minimum=True)
         now = time.monotonic()
         submission = Submission(
             request_id=request_id,
             params=one_sampling_params(sampling_params),
             priority=priority,
             arrival_time=now,
-            deadline=now + _seconds("deadline", deadline),
+            deadline=math.inf if deadline is None else now + deadline,
             outbox=mailbox,
         )
         self._thread.open(submission)
@@ -269,22 +268,3 @@ def _encode(
         thread.fail(submission, error)
     else:
         thread.submit(submission)
-
-
-def _whole_number(name: str, value: object) -> int:
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(f"{name}={value!r:.80} is not a whole number") from None
-
-
-def _seconds(name: str, value: float | None) -> float:
-    if value is None:
-        return math.inf
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name}={value!r:.80} is not a number of seconds")
-    if not value > 0:
-        raise InvalidRequestError(f"{name}={value!r} is not above 0 seconds; None is no limit")
-    return float(value)

@@ -31,7 +31,18 @@ _ENGINE_FLAGS = (
     "policy",
     "attention_backend",
 )
-_SAMPLING_FLAGS = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens")
+_SAMPLING_FLAGS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
 
     for command in (generate, chat):
         command.add_argument("--model", default=EMBEDDED_MODEL, help="default: %(default)s")
+        command.add_argument("--stop", action="append", help="end at this text; may be repeated")
         command.add_argument(
             "--stats", type=Path, metavar="FILE", help="write how steps were launched, as JSON"
         )
@@ -103,7 +115,7 @@ def _generate(args: argparse.Namespace) -> int:
     from .llm import LLM
     from .sampling_params import SamplingParams
 
-    params = SamplingParams(**_given(args, _SAMPLING_FLAGS))
+    params = SamplingParams(**_given(args, (*_SAMPLING_FLAGS, "stop")))
     with LLM(args.model, **_given(args, _ENGINE_FLAGS)) as llm:
         start = time.monotonic()
         outputs = llm.generate(args.prompts, params, use_tqdm=sys.stderr.isatty())
@@ -121,7 +133,7 @@ def _chat(args: argparse.Namespace) -> int:
     from .llm import LLM
     from .sampling_params import SamplingParams
 
-    params = SamplingParams(**_given(args, _SAMPLING_FLAGS))
+    params = SamplingParams(**_given(args, (*_SAMPLING_FLAGS, "stop")))
     messages = [{"role": "system", "content": args.system}] if args.system else []
     with LLM(args.model, **_given(args, _ENGINE_FLAGS)) as llm:
         for message in _messages(args.message):

@@ -98,6 +98,9 @@ class EngineConfig:
     attention_backend: str | None = None
     """"flashinfer" or "flash_attn" on CUDA, "native" on a CPU, "torch", or "auto": the first that
     can run; None: STEPGRAPH_ATTENTION, else "auto"."""
+    max_logprobs: int = 20
+    """Most likeliest tokens that a request may want log-probabilities of, for each token of its
+    output or prompt; -1: the whole vocabulary."""
     seed: int = 0
     """Of the seeds given to requests that have none, and of dummy weights."""
     nvtx: bool | None = None
@@ -120,6 +123,7 @@ class EngineConfig:
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization={share!r} is not above 0 and at most 1")
         self._check_step_size_options()
+        object.__setattr__(self, "max_logprobs", _max_logprobs(self.max_logprobs))
         for name in ("enable_prefix_caching", "bucket_fitting", "lazy_capture", "nvtx"):
             value = getattr(self, name)
             may_be_open = name in ("lazy_capture", "nvtx")
@@ -217,6 +221,7 @@ class EngineConfig:
             bucket_fitting=self.bucket_fitting,
             itl_target_ms=None if self.itl_target_ms is None else float(self.itl_target_ms),
             attention_backend=self.attention_backend or env.get("STEPGRAPH_ATTENTION", "auto"),
+            max_logprobs=self.max_logprobs,
             seed=self.seed,
             nvtx=self._resolve_switch("nvtx", env, reasons),
             cache_dir=env.get("STEPGRAPH_CACHE_DIR", model_source.cache_directory()),
@@ -379,6 +384,12 @@ def _positive(name: str, value: object) -> int:
     if number < 1:
         raise ConfigError(f"{name}={number} is below 1")
     return number
+
+
+def _max_logprobs(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < -1:
+        raise ConfigError(f"max_logprobs={value!r} is not a whole number of at least 0, or -1")
+    return int(value)
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

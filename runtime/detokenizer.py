@@ -58,12 +58,21 @@ class DetokenizerFactory:
         if isinstance(tokenizer.backend.decoder, decoders.ByteLevel):
             self._token_bytes = _byte_level_table(tokenizer.backend)
 
-    def create(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        """A detokenizer for one sequence."""
+    def create(
+        self, *, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
+    ) -> Detokenizer:
+        """A detokenizer for one sequence.
+
+        Args:
+            skip_special_tokens: leave them out of the text.
+            spaces_between_special_tokens: False: special tokens that follow each other are joined
+                as they are, whatever the tokenizer's decoder would put between them.
+        """
         skipped_ids = self._special_token_ids if skip_special_tokens else _NO_IDS
-        if self._token_bytes is not None:
+        if self._token_bytes is not None:  # these tokens are never joined by anything
             return ByteLevelDetokenizer(self._token_bytes, skipped_ids)
-        return WindowedDetokenizer(self._tokenizer, skipped_ids)
+        joined_ids = _NO_IDS if spaces_between_special_tokens else self._special_token_ids
+        return WindowedDetokenizer(self._tokenizer, skipped_ids, joined_ids)
 
 
 def make_detokenizer(
@@ -140,15 +149,23 @@ class WindowedDetokenizer(Detokenizer):
     Args:
         tokenizer: decodes.
         skipped_ids: ids without text.
+        joined_ids: ids that follow each other as they are, whatever the decoder puts between them.
     """
 
     _CONTEXT = 3
     """Units kept when the window is cut: enough for the bytes of an incomplete character."""
 
-    def __init__(self, tokenizer: DecodingTokenizer, skipped_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: DecodingTokenizer,
+        skipped_ids: frozenset[int],
+        joined_ids: frozenset[int] = _NO_IDS,
+    ) -> None:
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend
         self._skipped_ids = skipped_ids
+        self._joined_ids = joined_ids
+        self._is_last_joined = False
         decoder = self._backend.decoder
         self._has_byte_fallback = decoder is not None and decoder.decode(["<0x41>"]) == "A"
         self._window: list[list[int]] = []
@@ -176,9 +193,11 @@ class WindowedDetokenizer(Detokenizer):
         token = self._backend.id_to_token(token_id)
         if token is None:
             return ""
+        was_last_joined, self._is_last_joined = self._is_last_joined, token_id in self._joined_ids
         if self._has_byte_fallback and _BYTE_TOKEN.fullmatch(token):
             return self._push_byte(token_id, bytes.fromhex(token[3:5]))
-        return self._end_run() + self._append([token_id])
+        piece = self._end_run() + self._append([token_id])
+        return token if was_last_joined and self._is_last_joined else piece
 
     def _push_byte(self, token_id: int, byte: bytes) -> str:
         self._byte_ids.append(token_id)

@@ -8,6 +8,7 @@ import logging
 import random
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +17,13 @@ import numpy as np
 from .block_manager import BlockManager
 from .config import EngineConfig
 from .errors import InvalidRequestError
-from .metrics import EngineMetrics, LatencyRecorder
+from .logits_rules import LogitsRules, check_vocabulary, make_logits_rules
+from .logprobs import LogprobsRecord
+from .metrics import EngineCounters, EngineMetrics, MetricsRecorder
 from .model_runner import ModelRunner
 from .models import load_decoder_config, stored_dtype
 from .output_builder import OutputBuilder
+from .output_text import OutputText
 from .outputs import FinishReason
 from .prompts import TokenIds
 from .ranges import Ranges
@@ -37,18 +41,6 @@ STATS_SCHEMA_VERSION = 1
 """Of what `Engine.stats` returns: raised when a key goes or changes its meaning."""
 
 
-@dataclass(slots=True)
-class EngineCounters:
-    """Running totals since the engine was made."""
-
-    num_steps: int = 0
-    num_failed_steps: int = 0
-    """Steps that raised; not in `num_steps`."""
-    num_prompt_tokens: int = 0
-    """Prompt tokens computed, recomputed ones included."""
-    num_output_tokens: int = 0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFailure:
     """A step that raised while it was prepared or run. The engine is as it was before it."""
@@ -59,11 +51,12 @@ class StepFailure:
 
 
 class Engine:
-    """Serves token ids; text is the business of `LLM`.
+    """Serves token ids; text is the business of `LLM`, but for what has to be watched in each step.
 
     Args:
         config: the options.
         tokenizer: its end token ends sequences too, beside those that the model's files name.
+            Requests with `stop` or `bad_words` need it.
 
     Raises:
         ConfigError: options that don't go together or don't suit the model.
@@ -78,12 +71,15 @@ class Engine:
         logger.info("configuration:\n%s", self.config.describe())
         self.vocab_size = decoder.vocab_size
         self.end_token_ids = load_end_token_ids(path, tokenizer)
+        self._tokenizer = tokenizer
         self.outputs = None if tokenizer is None else OutputBuilder(tokenizer)
         """Makes text of ids; None without a tokenizer."""
         self.counters = EngineCounters()
-        self._latencies = LatencyRecorder()
+        self._recorder = MetricsRecorder()
+        self.on_step: Callable[[ScheduledBatch], None] | None = None
+        """Called with each batch once its tokens are in: for who measures steps."""
         self.ranges = Ranges(enabled=self.config.nvtx)
-        self._runner = ModelRunner(self.config, decoder, self.end_token_ids, self.ranges)
+        self._runner = ModelRunner(self.config, decoder, self.ranges)
         self._blocks = BlockManager(
             self._runner.num_kv_blocks,
             self.config.block_size,
@@ -115,6 +111,8 @@ class Engine:
             step_cost=self._step_cost,
         )
         self._sequences: dict[str, Sequence] = {}
+        self._watched_texts: dict[str, OutputText] = {}  # of requests with stop strings
+        self._last_rules: tuple[SamplingParams, LogitsRules | None] | None = None
         self._num_requests = 0
         self._seeds = random.Random(self.config.seed)
 
@@ -123,17 +121,36 @@ class Engine:
         """True while `step` has something to do."""
         return self.scheduler.has_unfinished
 
+    @property
+    def num_free_blocks(self) -> int:
+        """KV blocks that no sequence owns."""
+        return self._blocks.num_free_blocks
+
     def check(self, token_ids: TokenIds, params: SamplingParams) -> np.ndarray:
-        """The prompt as [n] int32; raises InvalidRequestError if it can't be served."""
+        """The prompt as [n] int32, truncated as `params` ask for.
+
+        Raises:
+            InvalidRequestError: it can't be served, or not with these params.
+        """
         given = np.asarray(token_ids)
         if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
             raise InvalidRequestError(
                 f"the prompt {token_ids!r:.80} is not a flat list of whole numbers of 64 bits"
             )
         ids = given.astype(np.int64)
+        if params.truncate_prompt_tokens is not None:
+            num_last = params.truncate_prompt_tokens
+            ids = ids[-(self.scheduler.max_sequence_tokens - 1 if num_last == -1 else num_last) :]
         self.scheduler.check(len(ids))
-        self._check_ids("the prompt's token id", ids)
-        self._check_ids("stop_token_ids", np.asarray(params.stop_token_ids, dtype=np.int64))
+        check_vocabulary("the prompt's token id", ids, self.vocab_size)
+        self._rules_of(params)
+        self._new_record("logprobs", params.logprobs)
+        self._new_record("prompt_logprobs", params.prompt_logprobs)
+        if params.stop and self.outputs is None:
+            raise InvalidRequestError(
+                f"stop={params.stop!r:.80} needs a tokenizer, and this engine has none; give "
+                "stop_token_ids instead"
+            )
         return ids.astype(np.int32)
 
     def add_request(
@@ -161,6 +178,10 @@ class Engine:
         """
         ids = self.check(token_ids, params)
         self.scheduler.config.check_priority(priority)
+        rules = self._rules_of(params)
+        logprobs = self._new_record("logprobs", params.logprobs)
+        if logprobs is not None:
+            params = dataclasses.replace(params, logprobs=logprobs.num_top)
         if request_id is None:
             names = (f"request-{number}" for number in itertools.count(self._num_requests))
             request_id = next(name for name in names if name not in self._sequences)
@@ -179,9 +200,14 @@ class Engine:
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
             priority=priority,
             extra_key=b"" if cache_salt is None else cache_salt.encode("utf-8", "surrogatepass"),
+            rules=rules,
+            logprobs=logprobs,
+            prompt_logprobs=self._new_record("prompt_logprobs", params.prompt_logprobs),
         )
         self.scheduler.add(sequence)
         self._sequences[request_id] = sequence
+        if params.stop and self.outputs is not None:
+            self._watched_texts[request_id] = self.outputs.text(params)
         self._num_requests += 1
         return sequence
 
@@ -222,18 +248,38 @@ class Engine:
         self.scheduler.sizing.ladders = self._runner.ladders  # a graph may have been given up
         with self.ranges("update", scheduled.num_tokens):
             updates = self.scheduler.update(scheduled, output)
+            if self._watched_texts and (stopped := self._end_at_stop_strings(updates)):
+                finished = [*updates.finished, *stopped]
+                updates = dataclasses.replace(updates, finished=finished)
         self.counters.num_steps += 1
         self.counters.num_prompt_tokens += scheduled.num_tokens - scheduled.num_decodes
         self.counters.num_output_tokens += len(updates.sequences)
-        self._latencies.observe(updates)
+        self._recorder.observe(updates)
         for sequence in updates.finished:
             del self._sequences[sequence.request_id]
+            self._watched_texts.pop(sequence.request_id, None)
+        if self.on_step is not None:
+            self.on_step(scheduled)
         return updates
+
+    def _end_at_stop_strings(self, updates: SequenceUpdates) -> list[Sequence]:
+        """End the sequences whose text got a stop string; those that had not ended already."""
+        stopped = []
+        for sequence, token_id in zip(updates.sequences, updates.token_ids, strict=True):
+            text = self._watched_texts.get(sequence.request_id)
+            if text is None:
+                continue
+            text.push([int(token_id)], is_ended_by_token=sequence.is_ended_by_token)
+            if text.stop_string is not None:
+                if not sequence.is_finished:
+                    stopped.append(sequence)
+                self.scheduler.stop(sequence, text.stop_string)
+        return stopped
 
     def _observe(self, scheduled: ScheduledBatch, seconds: float | None) -> None:
         """Teach the cost model, where the time is the step's own; None: it held a capture."""
         # A step that samples nothing isn't waited for: on CUDA it runs on into the next one's time.
-        is_waited_for = len(scheduled.sampled) > 0
+        is_waited_for = len(scheduled.sampled) > 0 or scheduled.scoring is not None
         was_waited_for, self._was_waited_for = self._was_waited_for, is_waited_for
         if seconds is None or not (is_waited_for and was_waited_for):
             return
@@ -250,9 +296,10 @@ class Engine:
     ) -> Sequence | None:
         """End a request, for `error` if one is given; None if no such request is unfinished."""
         sequence = self._sequences.pop(request_id, None)
+        self._watched_texts.pop(request_id, None)
         if sequence is not None:
             self.scheduler.abort(sequence, reason, error)
-            self._latencies.observe_end(sequence)
+            self._recorder.observe_end(sequence)
         return sequence
 
     def unfinished_sequences(self) -> list[Sequence]:
@@ -266,24 +313,8 @@ class Engine:
     def metrics(self) -> EngineMetrics:
         """What was done so far. Any thread may ask; while a step runs, some of the numbers may
         have it counted already and others not."""
-        scheduler, counters, latencies = self.scheduler, self.counters, self._latencies
-        num_running, blocks = scheduler.num_running, self._blocks
-        num_blocks = blocks.num_usable_blocks
-        return EngineMetrics(
-            num_running=num_running,
-            num_waiting=max(len(self._sequences) - num_running, 0),
-            kv_cache_usage=(num_blocks - blocks.num_free_blocks) / num_blocks,
-            prefix_cache_queries=scheduler.num_tokens_looked_up,
-            prefix_cache_hits=scheduler.num_cached_tokens,
-            num_preemptions=scheduler.num_preemptions,
-            num_steps=counters.num_steps,
-            num_failed_steps=counters.num_failed_steps,
-            num_prompt_tokens=counters.num_prompt_tokens,
-            num_output_tokens=counters.num_output_tokens,
-            num_finished=dict(latencies.num_finished),
-            time_to_first_token=latencies.time_to_first_token.snapshot(),
-            inter_token_latency=latencies.inter_token_latency.snapshot(),
-            e2e_latency=latencies.e2e_latency.snapshot(),
+        return self._recorder.snapshot(
+            self.scheduler, self._blocks, self.counters, num_unfinished=len(self._sequences)
         )
 
     def stats(self) -> dict[str, Any]:
@@ -323,10 +354,29 @@ class Engine:
         """Recount all rows and blocks; AssertionError if anything is off."""
         self.scheduler.check_integrity()
 
-    def _check_ids(self, what: str, ids: np.ndarray) -> None:
-        bad = np.flatnonzero((ids < 0) | (ids >= self.vocab_size))
-        if len(bad):
-            raise InvalidRequestError(
-                f"{what} {int(ids[bad[0]])} at place {int(bad[0])} is not in the model's "
-                f"vocabulary, 0 to {self.vocab_size - 1}"
+    def _rules_of(self, params: SamplingParams) -> LogitsRules | None:
+        # The requests of one call mostly share their params.
+        if self._last_rules is None or self._last_rules[0] is not params:
+            rules = make_logits_rules(
+                params,
+                vocab_size=self.vocab_size,
+                end_token_ids=self.end_token_ids,
+                tokenizer=self._tokenizer,
             )
+            self._last_rules = (params, rules)
+        return self._last_rules[1]
+
+    def _new_record(self, name: str, asked: int | None) -> LogprobsRecord | None:
+        """A record for as many likeliest tokens; raises InvalidRequestError if it is too many."""
+        if asked is None:
+            return None
+        num = self.vocab_size if asked == -1 else asked
+        most = self.config.max_logprobs
+        most = self.vocab_size if most == -1 else min(most, self.vocab_size)
+        if num > most:
+            raise InvalidRequestError(
+                f"{name}={asked} asks for {num} tokens of {self.vocab_size}, and the engine's "
+                f"max_logprobs={self.config.max_logprobs} allows {most}; ask for fewer, or make "
+                "the engine with a larger one"
+            )
+        return LogprobsRecord(num)

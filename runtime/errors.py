@@ -21,6 +21,10 @@ class NonFiniteLogitsError(RuntimeError):
     """The model gave one sequence only NaN or infinite logits; that sequence ends, others go on."""
 
 
+class LogitsProcessorError(RuntimeError):
+    """A request's own logits processor failed; that request ends, others go on."""
+
+
 class StepFailedError(RuntimeError):
     """A request made a step fail, also when it ran alone; it ends, others go on. See the cause."""
 

@@ -9,7 +9,8 @@ import torch
 
 from attention import AttentionMetadata
 
-from .row_table import RowTable
+from .logits_batch import LogitsBatch, LogitsPlan
+from .row_table import NO_LOGPROBS, RowTable
 from .sampler import SamplingBatch, stateless_uniforms
 from .staging import StagingBuffer
 from .step import ScheduledBatch
@@ -26,36 +27,47 @@ class InputBatch:
     metadata: AttentionMetadata
     """Where each sequence lies in the batch and in the paged cache."""
     logits_indices: torch.Tensor
-    """[num_sampled] int64, device; rows of the batch whose next token is wanted."""
+    """[num_sampled + num_scored] int64, device; rows of the batch whose next token is wanted, then
+    those whose next token is known and scored."""
     sampling: SamplingBatch
-    """Sampling inputs of those rows."""
+    """Sampling inputs of the sampled rows."""
+    logits: LogitsBatch | None
+    """What happens to their logits before they are sampled; None: nothing."""
+    logprobs_of: torch.Tensor | None
+    """[m] int64, device; those of the sampled rows whose log-probabilities are wanted; None: of
+    none."""
+    logprobs_of_cpu: np.ndarray
+    """[m] int64, the same on the host; [0] for None."""
+    num_logprobs: int
+    """Most likeliest tokens that one of these rows wants."""
+    scored_ids: torch.Tensor | None
+    """[num_scored] int64, device; the tokens that are scored; None: there are none."""
+    num_scored_logprobs: int
+    """Most likeliest tokens that one of them wants."""
 
 
-def pack(
-    table: RowTable,
-    scheduled: ScheduledBatch,
-    staging: StagingBuffer,
-    end_token_ids: tuple[int, ...] = (),
-) -> InputBatch:
+def pack(table: RowTable, scheduled: ScheduledBatch, staging: StagingBuffer) -> InputBatch:
     """Build the flat batch with numpy, no Python per token, and copy it to the device once.
 
     Args:
         table: the rows, after `table.apply(scheduled)`. Not changed here.
         scheduled: a step with at least one token.
         staging: buffer for the copy; its earlier views become invalid.
-        end_token_ids: ids that may not be drawn before a sequence's min_tokens.
     """
     num_seqs, num_tokens = scheduled.num_seqs, scheduled.num_tokens
     new, computed, rows = scheduled.num_new_tokens, scheduled.num_computed_tokens, scheduled.rows
     context = computed + new
     max_context = int(context.max())
     max_blocks = -(-max_context // table.block_size)
-    num_sampled = len(scheduled.sampled)
+    sampled, sampled_rows = scheduled.sampled, rows[scheduled.sampled]
+    num_sampled = len(sampled)
+    output_positions = context[sampled] - table.num_prompt_tokens[sampled_rows]
+    extras = _Extras(table, scheduled, sampled_rows, output_positions)
     layout = staging.lay_out(
         {
             "positions": (np.int64, (num_tokens,)),
             "slot_mapping": (np.int64, (num_tokens,)),
-            "logits_indices": (np.int64, (num_sampled,)),
+            "logits_indices": (np.int64, (num_sampled + extras.num_scored,)),
             "input_ids": (np.int32, (num_tokens,)),
             "cu_seqlens_q": (np.int32, (num_seqs + 1,)),
             "cu_seqlens_k": (np.int32, (num_seqs + 1,)),
@@ -66,6 +78,7 @@ def pack(
             "top_p": (np.float32, (num_sampled,)),
             "min_p": (np.float32, (num_sampled,)),
             "uniforms": (np.float32, (num_sampled,)),
+            **{name: (array.dtype.type, array.shape) for name, array in extras.arrays.items()},
         }
     )
     host = layout.host
@@ -77,9 +90,11 @@ def pack(
     host["input_ids"][:] = scheduled.token_ids
     np.take(table.block_tables[:, :max_blocks], rows, axis=0, out=host["block_tables"], mode="clip")
     _fill_positions(host, scheduled, table.block_size)
-    sampled, sampled_rows = scheduled.sampled, rows[scheduled.sampled]
-    np.subtract(cu_seqlens_q[1:][sampled], 1, out=host["logits_indices"])
-    output_positions = context[sampled] - table.num_prompt_tokens[sampled_rows]
+    np.subtract(cu_seqlens_q[1:][sampled], 1, out=host["logits_indices"][:num_sampled])
+    if scheduled.scoring is not None:
+        host["logits_indices"][num_sampled:] = scheduled.scoring.places
+    for name, array in extras.arrays.items():
+        host[name][:] = array
     for name in ("temperature", "top_k", "top_p", "min_p"):
         np.take(getattr(table, name), sampled_rows, out=host[name], mode="clip")
     host["uniforms"][:] = stateless_uniforms(table.seeds[sampled_rows], output_positions)
@@ -103,8 +118,44 @@ def pack(
         positions=device["positions"],
         metadata=metadata,
         logits_indices=device["logits_indices"],
-        sampling=_sampling_batch(table, sampled_rows, output_positions, device, end_token_ids),
+        sampling=_sampling_batch(table, sampled_rows, device),
+        logits=None if extras.plan is None else extras.plan.batch(device),
+        logprobs_of=device.get("logprobs_of"),
+        logprobs_of_cpu=extras.logprobs_of,
+        num_logprobs=extras.num_logprobs,
+        scored_ids=device.get("scored_ids"),
+        num_scored_logprobs=0 if scheduled.scoring is None else scheduled.scoring.num_top,
     )
+
+
+class _Extras:
+    """Arrays of a step that most steps don't have: none of them costs anything there."""
+
+    def __init__(
+        self,
+        table: RowTable,
+        scheduled: ScheduledBatch,
+        sampled_rows: np.ndarray,
+        output_positions: np.ndarray,
+    ) -> None:
+        self.plan: LogitsPlan | None = None
+        self.logprobs_of = _NOTHING
+        self.num_logprobs = self.num_scored = 0
+        self.arrays: dict[str, np.ndarray] = {}
+        if table.num_with_rules:
+            self.plan = LogitsPlan(table, sampled_rows, output_positions)
+            self.arrays |= self.plan.arrays
+        if table.num_with_logprobs:
+            self.logprobs_of = np.flatnonzero(table.num_logprobs[sampled_rows] != NO_LOGPROBS)
+            if len(self.logprobs_of):
+                self.num_logprobs = int(table.num_logprobs[sampled_rows].max())
+                self.arrays["logprobs_of"] = self.logprobs_of
+        if scheduled.scoring is not None:
+            self.num_scored = len(scheduled.scoring.places)
+            self.arrays["scored_ids"] = scheduled.scoring.next_ids
+
+
+_NOTHING = np.empty(0, dtype=np.int64)
 
 
 def _fill_positions(
@@ -126,42 +177,16 @@ def _fill_positions(
 
 
 def _sampling_batch(
-    table: RowTable,
-    sampled_rows: np.ndarray,
-    output_positions: np.ndarray,
-    device: dict[str, torch.Tensor],
-    end_token_ids: tuple[int, ...],
+    table: RowTable, sampled_rows: np.ndarray, device: dict[str, torch.Tensor]
 ) -> SamplingBatch:
-    banned_rows: list[int] = []
-    banned_ids: list[int] = []
-    early = np.empty(0, dtype=np.int64)
-    if table.num_min_tokens:
-        early = np.flatnonzero(output_positions < table.min_tokens[sampled_rows])
-    for i in early.tolist():
-        params = table.params[sampled_rows[i]]
-        assert params is not None, "a sampled row has no sequence"
-        ids = params.stop_token_ids + (() if params.ignore_eos else end_token_ids)
-        banned_rows += [i] * len(ids)
-        banned_ids += ids
-    target = device["temperature"].device
-    has_bans = bool(banned_ids)
     return SamplingBatch(
         temperature=device["temperature"],
         top_k=device["top_k"],
         top_p=device["top_p"],
         min_p=device["min_p"],
         uniforms=device["uniforms"],
-        banned_rows=_to_device(banned_rows, target) if has_bans else None,
-        banned_token_ids=_to_device(banned_ids, target) if has_bans else None,
         all_greedy=not table.num_random,
         max_top_k=int(table.top_k[sampled_rows].max(initial=0)) if table.num_top_k else 0,
         any_top_p=bool(table.num_top_p),
         any_min_p=bool(table.num_min_p),
     )
-
-
-def _to_device(values: list[int], device: torch.device) -> torch.Tensor:
-    tensor = torch.tensor(values, dtype=torch.int64)
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)

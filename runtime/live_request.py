@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
 
 from .output_text import OutputText
-from .outputs import CompletionOutput, RequestMetrics, RequestOutput
+from .outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from .sampling_params import RequestOutputKind
 from .sequence import Sequence
 
@@ -23,6 +24,9 @@ class _Growth:
     token_ids: list[int] = field(default_factory=list)
     """All that was read, unless only differences are wanted."""
     read_text: str = ""
+    num_read: int = 0
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,7 @@ class LiveRequest:
         prompt: the prompt's text, if it came as one.
         sequences: the request's streams, just queued.
         texts: one for each.
+        token_text: gives the text of one token id, for log-probabilities; None: they have none.
         prompt_index: the prompt's place in its call.
     """
 
@@ -55,6 +60,7 @@ class LiveRequest:
         sequences: Ordered[Sequence],
         texts: Ordered[OutputText],
         *,
+        token_text: Callable[[int], str] | None,
         prompt_index: int = 0,
     ) -> None:
         self._prompt = prompt
@@ -65,7 +71,9 @@ class LiveRequest:
             sequence: _Growth(sequence, text)
             for sequence, text in zip(sequences, texts, strict=True)
         }
+        self._token_text = token_text
         self._prompt_ids: list[int] | None = None
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self._num_unended = len(self._growths)
         self._has_news = False
 
@@ -130,10 +138,13 @@ class LiveRequest:
 
     def render(self, news: list[_News]) -> RequestOutput:
         """The output that `output_kind` asks for, now that `news` have come."""
-        sequence = self._first
+        sequence, is_delta = self._first, self._kind is RequestOutputKind.DELTA
+        prompt_logprobs = None if is_delta else self._prompt_logprobs
         if self._prompt_ids is None:
             self._prompt_ids = sequence.token_ids[: sequence.num_prompt_tokens].tolist()
-        is_delta = self._kind is RequestOutputKind.DELTA
+            if sequence.prompt_logprobs is not None:
+                prompt_logprobs = [None, *sequence.prompt_logprobs.as_dicts(self._token_text)]
+                self._prompt_logprobs = None if is_delta else prompt_logprobs
         outputs = []
         for index, new in enumerate(news):
             if new.token_ids or new.is_ended or not is_delta:
@@ -153,6 +164,7 @@ class LiveRequest:
                 finish_time=sequence.finish_time if finished else None,
                 num_preemptions=sequence.num_preemptions,
             ),
+            prompt_logprobs=prompt_logprobs,
         )
 
     def take(self) -> RequestOutput:
@@ -160,19 +172,37 @@ class LiveRequest:
         return self.render(self.collect())
 
     def _completion(self, index: int, new: _News, *, is_delta: bool) -> CompletionOutput:
-        growth, sequence = new.growth, new.growth.sequence
-        text, token_ids = growth.text.push(new.token_ids), new.token_ids
+        growth, sequence, token_ids = new.growth, new.growth.sequence, new.token_ids
+        # Of an unfinished stream nothing is asked that the engine may change meanwhile.
+        is_ended_by_token = new.is_ended and sequence.is_ended_by_token
+        text = growth.text.push(token_ids, is_ended_by_token=is_ended_by_token)
         if new.is_ended:
             text += growth.text.finish()
+        logprobs = self._logprobs(growth, token_ids)
+        growth.num_read += len(token_ids)
         if not is_delta:
             growth.read_text = text = growth.read_text + text
             growth.token_ids += token_ids
+            growth.logprobs += logprobs or ()
             token_ids = list(growth.token_ids)
+            logprobs = None if logprobs is None else list(growth.logprobs)
         error = sequence.error if new.is_ended else None
         return CompletionOutput(
             index=index,
             text=text,
             token_ids=token_ids,
             finish_reason=sequence.finish_reason if new.is_ended else None,
+            stop_reason=sequence.stop_reason if new.is_ended else None,
+            cumulative_logprob=None if logprobs is None else growth.cumulative_logprob,
+            logprobs=logprobs,
             error=None if error is None else str(error),
         )
+
+    def _logprobs(self, growth: _Growth, token_ids: list[int]) -> list[dict[int, Logprob]] | None:
+        record, start = growth.sequence.logprobs, growth.num_read
+        if record is None:
+            return None
+        found = record.as_dicts(self._token_text, start, start + len(token_ids))
+        for token_id, entry in zip(token_ids, found, strict=True):
+            growth.cumulative_logprob += entry[token_id].logprob
+        return found

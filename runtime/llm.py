@@ -22,7 +22,7 @@ from .interrupts import deferred_interrupts
 from .live_request import LiveRequest
 from .log import configure_logging
 from .metrics import EngineMetrics
-from .outputs import RequestOutput
+from .outputs import PromptScore, RequestOutput
 from .progress import Progress
 from .prompts import (
     Conversation,
@@ -96,7 +96,8 @@ class LLM:
 
         Returns:
             One output per prompt, in the order of the prompts. A sequence whose logits became
-            NaN ends with finish_reason "error" and leaves the others alone.
+            NaN, or whose own logits processor failed, ends with finish_reason "error" and leaves
+            the others alone.
 
         Raises:
             InvalidRequestError: a prompt can't be served; its place is named, none was queued.
@@ -164,6 +165,33 @@ class LLM:
         params = list_sampling_params(sampling_params, len(encoded))
         return self._stream(encoded, self._check(encoded, params), params)
 
+    def score(self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = True) -> list[PromptScore]:
+        """How likely the model finds the prompts, without generating from them.
+
+        Each runs with `prompt_logprobs` and the one output token that a request has at least.
+
+        Args:
+            prompts: as in `generate`; each needs at least two tokens.
+            use_tqdm: show a progress bar.
+
+        Returns and raises: one score per prompt; as `generate`.
+        """
+        encoded = encode_prompts(prompts, self.tokenizer)
+        for index, prompt in enumerate(encoded):
+            if len(prompt.token_ids) == 1:
+                raise InvalidRequestError(
+                    f"prompt {index}: nothing predicts the only token; give at least two"
+                )
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        scores = []
+        for output in self._run(encoded, params, use_tqdm):
+            assert output.prompt_logprobs is not None, "they were asked for"
+            ids = output.prompt_token_ids
+            pairs = zip(ids, output.prompt_logprobs, strict=True)
+            own = [found[id_].logprob for id_, found in pairs if found is not None]
+            scores.append(PromptScore(prompt_token_ids=ids, logprobs=own))
+        return scores
+
     def stream_chat(
         self,
         messages: Conversation,
@@ -176,11 +204,17 @@ class LLM:
         Leaving the iteration early aborts the request.
 
         Raises:
-            NonFiniteLogitsError: the answer can't go on; it follows what there was of it.
+            InvalidRequestError: params that ask for what a stream of text doesn't have.
+            NonFiniteLogitsError, LogitsProcessorError: the answer can't go on; raised after what
+                there was of it.
         """
-        params = dataclasses.replace(
-            one_sampling_params(sampling_params), output_kind=RequestOutputKind.DELTA
-        )
+        params = one_sampling_params(sampling_params)
+        for name, off in (("logprobs", None), ("prompt_logprobs", None), ("detokenize", True)):
+            if (value := getattr(params, name)) != off:
+                raise InvalidRequestError(
+                    f"{name}={value!r} has no place in a stream of text; use chat"
+                )
+        params = dataclasses.replace(params, output_kind=RequestOutputKind.DELTA)
         token_ids = self.tokenizer.apply_chat_template(messages)
         prompts = [EncodedPrompt(None, token_ids, check_cache_salt(cache_salt))]
         return self._pieces(prompts, self._check(prompts, [params]), params)

@@ -8,12 +8,26 @@ from typing import get_args
 
 import numpy as np
 
+from .block_manager import BlockManager
 from .outputs import FinishReason
+from .scheduler import Scheduler
 from .sequence import Sequence
 from .step import SequenceUpdates
 
 LATENCY_BOUNDS = tuple(round(step * 10.0**power, 4) for power in range(-4, 3) for step in (1, 2, 5))
 """Upper bounds of the latency histograms, 0.0001 to 500 seconds."""
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """Running totals since the engine was made."""
+
+    num_steps: int = 0
+    num_failed_steps: int = 0
+    """Steps that raised; not in `num_steps`."""
+    num_prompt_tokens: int = 0
+    """Prompt tokens computed, recomputed ones included."""
+    num_output_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +59,7 @@ class EngineMetrics:
     kv_cache_usage: float
     """Share of the KV blocks that sequences own, 0 to 1; cached blocks without owner are free."""
     prefix_cache_queries: int
-    """Prompt tokens that were looked up in the prefix cache, once per sequence."""
+    """Prompt tokens of sequences that got their first token, where the prefix cache serves them."""
     prefix_cache_hits: int
     """How many of those it had."""
     num_preemptions: int
@@ -89,10 +103,13 @@ class LatencyBins:
         return Histogram(bounds=LATENCY_BOUNDS, counts=tuple(self._counts.tolist()), sum=self._sum)
 
 
-class LatencyRecorder:
-    """Keeps the latency histograms. A step costs a few numpy calls, not Python per token."""
+class MetricsRecorder:
+    """Keeps what is known only while it happens. A step costs a few numpy calls, not Python per
+    token."""
 
     def __init__(self) -> None:
+        self.num_tokens_looked_up = 0
+        self.num_cached_tokens = 0
         self.time_to_first_token = LatencyBins()
         self.inter_token_latency = LatencyBins()
         self.e2e_latency = LatencyBins()
@@ -103,11 +120,17 @@ class LatencyRecorder:
         is_first = np.isnan(updates.gaps)
         self.inter_token_latency.add(updates.gaps[~is_first])
         if is_first.any():
-            firsts = [updates.sequences[i] for i in np.flatnonzero(is_first).tolist()]
-            times = [(s.first_token_time, s.arrival_time) for s in firsts]
-            self.time_to_first_token.add([end - start for end, start in times if end is not None])
+            self._observe_firsts([updates.sequences[i] for i in np.flatnonzero(is_first).tolist()])
         for sequence in updates.finished:
             self.observe_end(sequence)
+
+    def _observe_firsts(self, sequences: list[Sequence]) -> None:
+        times = [(s.first_token_time, s.arrival_time) for s in sequences]
+        self.time_to_first_token.add([end - start for end, start in times if end is not None])
+        for sequence in sequences:
+            if sequence.prompt_logprobs is None:  # else its prompt is not looked up
+                self.num_tokens_looked_up += sequence.num_prompt_tokens
+                self.num_cached_tokens += sequence.num_cached_tokens
 
     def observe_end(self, sequence: Sequence) -> None:
         """Take in one sequence that has ended."""
@@ -115,3 +138,30 @@ class LatencyRecorder:
         assert reason is not None and finish_time is not None, f"{sequence.request_id} goes on"
         self.num_finished[reason] += 1
         self.e2e_latency.add([finish_time - sequence.arrival_time])
+
+    def snapshot(
+        self,
+        scheduler: Scheduler,
+        blocks: BlockManager,
+        counters: EngineCounters,
+        *,
+        num_unfinished: int,
+    ) -> EngineMetrics:
+        """These latencies with what else there is to tell."""
+        num_running, num_blocks = scheduler.num_running, blocks.num_usable_blocks
+        return EngineMetrics(
+            num_running=num_running,
+            num_waiting=max(num_unfinished - num_running, 0),
+            kv_cache_usage=(num_blocks - blocks.num_free_blocks) / num_blocks,
+            prefix_cache_queries=self.num_tokens_looked_up * blocks.enable_prefix_caching,
+            prefix_cache_hits=self.num_cached_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            num_steps=counters.num_steps,
+            num_failed_steps=counters.num_failed_steps,
+            num_prompt_tokens=counters.num_prompt_tokens,
+            num_output_tokens=counters.num_output_tokens,
+            num_finished=dict(self.num_finished),
+            time_to_first_token=self.time_to_first_token.snapshot(),
+            inter_token_latency=self.inter_token_latency.snapshot(),
+            e2e_latency=self.e2e_latency.snapshot(),
+        )

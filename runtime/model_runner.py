@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import logging
 import sys
@@ -24,14 +25,23 @@ from graphs import (
 
 from .input_batch import InputBatch, pack
 from .kv_memory import cpu_kv_bytes, cuda_kv_bytes, estimated_graph_bytes, size_kv_pool
-from .models import DecoderConfig, load_decoder, prepack_refusal
+from .models import (
+    PLAIN_REGIONS,
+    DecoderConfig,
+    Regions,
+    load_decoder,
+    native_regions,
+    pack_decoder,
+    pack_refusal,
+    region_refusal,
+)
 from .ranges import Ranges
 from .resolved_config import ResolvedConfig
 from .row_table import RowTable
-from .sampler import sample
 from .sampling_params import SamplingParams
 from .staging import StagingBuffer
 from .step import ScheduledBatch, StepOutput
+from .token_sampler import TokenSampler, to_step_output
 
 logger = logging.getLogger("stepgraph.runtime")
 
@@ -42,7 +52,6 @@ class ModelRunner:
     Args:
         config: the resolved options.
         decoder_config: the model's shape.
-        end_token_ids: ids that may not be drawn before a sequence's min_tokens.
         ranges: opens the NVTX ranges pack, plan, forward and sample.
     """
 
@@ -50,11 +59,9 @@ class ModelRunner:
         self,
         config: ResolvedConfig,
         decoder_config: DecoderConfig,
-        end_token_ids: tuple[int, ...],
         ranges: Ranges,
     ) -> None:
         self._config = config
-        self._end_token_ids = end_token_ids
         self._ranges = ranges
         self._model = load_decoder(
             # No position past max_model_len occurs, so the rotary table need not hold one.
@@ -65,13 +72,14 @@ class ModelRunner:
             load_format=config.load_format,
             seed=config.seed,
         )
-        self._prepack_weights()
+        self._forward = functools.partial(self._model, regions=self._pack_weights())
         self._spec = config.attention_spec(decoder_config)
         self._backend = select_backend(
             config.attention_backend, self._spec, cache_dir=config.cache_dir
         )
         self._staging = StagingBuffer(config.device)
         self._rows = self._new_row_table()
+        self._sampler = TokenSampler(config.max_num_seqs, decoder_config.vocab_size, config.device)
         self.estimated_graph_bytes: int | None = None
         """What was kept free of KV blocks for the graphs; None: the pool's size was given."""
         cache = self._allocate_kv_pool()
@@ -100,12 +108,13 @@ class ModelRunner:
         """Run one step that has at least one token."""
         with self._ranges("pack", scheduled.num_tokens):
             self._rows.apply(scheduled)
-            batch = pack(self._rows, scheduled, self._staging, self._end_token_ids)
+            self._sampler.admit(scheduled)
+            batch = pack(self._rows, scheduled, self._staging)
         return self._run(batch, scheduled, self._graphs)
 
     @torch.inference_mode()
     def _run(self, batch: InputBatch, scheduled: ScheduledBatch, graphs: GraphRunner) -> StepOutput:
-        num_tokens, num_sampled = scheduled.num_tokens, len(scheduled.sampled)
+        num_tokens = scheduled.num_tokens
         uniform = scheduled.is_uniform_decode
         launch = graphs.dispatch(num_tokens, scheduled.num_seqs, uniform)
         start = time.perf_counter()  # a capture at first use isn't the step's own time
@@ -113,23 +122,29 @@ class ModelRunner:
             step = graphs.prepare(launch, batch.input_ids, batch.positions, batch.metadata)
         with self._ranges("forward", num_tokens, 0 if step.launch.mode == "eager" else launch.size):
             hidden = graphs.run(step, batch.logits_indices)
-        if num_sampled == 0:
+        if len(hidden) == 0:
             return StepOutput(token_ids=np.empty(0, np.int64), is_valid=np.empty(0, bool))
-        with self._ranges("sample", num_sampled):
-            sampled = sample(self._model.compute_logits(hidden), batch.sampling)
-            token_ids = torch.where(sampled.is_valid, sampled.token_ids, -1)
-            ids = token_ids.cpu().numpy()  # sync: the scheduler needs the ids to go on
+        with self._ranges("sample", len(hidden)):
+            drawn = self._sampler.draw(self._model.compute_logits, hidden, batch)
+            output = to_step_output(drawn, batch)
         graphs.statistics.add_seconds(step.launch, time.perf_counter() - start)
-        return StepOutput(token_ids=ids, is_valid=ids >= 0)
+        return output
 
-    def _prepack_weights(self) -> None:
-        config = self._config
-        refusal = prepack_refusal(config.dtype, config.device)
-        if refusal is None and config.graph_mode != "none":
-            refusal = "prepacked weights have no address that a captured graph could hold"
+    def _pack_weights(self) -> Regions:
+        """Pack the weights if that is possible, and choose the regions to run."""
+        config, model = self._config, self._model
+        refusal = pack_refusal(config.dtype, config.device, cache_dir=config.cache_dir)
         if refusal is None:
-            self._model.prepack()
-        logger.info("weights prepacked: %s", "yes" if refusal is None else f"no, {refusal}")
+            pack_decoder(model, cache_dir=config.cache_dir)
+        elif config.device.type == "cpu" and config.dtype == torch.bfloat16:
+            logger.warning(
+                "weights can't be packed for this CPU: %s. Steps will take several times as long",
+                refusal,
+            )
+        logger.info("weights packed: %s", "yes" if refusal is None else f"no, {refusal}")
+        refusal = refusal or region_refusal(model)
+        logger.info("native regions: %s", "yes" if refusal is None else f"no, {refusal}")
+        return native_regions(model) if refusal is None else PLAIN_REGIONS
 
     # -- graphs -----------------------------------------------------------------------------
 
@@ -162,7 +177,7 @@ class ModelRunner:
         self, cache: PagedKVCache, options: GraphOptions, pool: GraphPool
     ) -> GraphRunner:
         return GraphRunner(
-            self._model,
+            self._forward,
             self._backend,
             cache,
             options,
@@ -266,7 +281,7 @@ class ModelRunner:
         scheduled = largest_step(self._config)
         rows = self._new_row_table()
         rows.apply(scheduled)
-        batch = pack(rows, scheduled, self._staging, self._end_token_ids)
+        batch = pack(rows, scheduled, self._staging)
         cache = PagedKVCache.allocate(self._spec, 2)
         graphs = self._new_graph_runner(cache, self._no_graphs(), self._new_graph_pool())
         self._run(batch, scheduled, graphs)

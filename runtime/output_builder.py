@@ -1,4 +1,4 @@
-"""placeholder until the sampling work is merged: makes outputs of ids."""
+"""Sequences as what callers get back."""
 
 from __future__ import annotations
 
@@ -13,10 +13,16 @@ from .tokenizer import Tokenizer
 
 
 class OutputBuilder:
-    """Turns ids into text, for the outputs of one model."""
+    """Turns ids into text, for the outputs of one model.
+
+    Args:
+        tokenizer: the model's.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
         self._detokenizers = DetokenizerFactory(tokenizer)
+        self._token_texts: dict[int, str] = {}
 
     def text(self, params: SamplingParams) -> OutputText:
         """The text of an output that is still to come."""
@@ -25,9 +31,13 @@ class OutputBuilder:
     def start(
         self, prompt: EncodedPrompt, sequence: Sequence, *, prompt_index: int = 0
     ) -> LiveRequest:
-        """The output of a request that has just been queued, to be fed as it grows."""
+        """The output of a request that was just queued, to be fed while it grows."""
         return LiveRequest(
-            prompt.text, [sequence], [self.text(sequence.params)], prompt_index=prompt_index
+            prompt.text,
+            [sequence],
+            [self.text(sequence.params)],
+            token_text=self._token_text if sequence.params.detokenize else None,
+            prompt_index=prompt_index,
         )
 
     def build(
@@ -38,3 +48,10 @@ class OutputBuilder:
         live.extend(sequence, sequence.output_token_ids)
         live.end(sequence)
         return live.take()
+
+    def _token_text(self, token_id: int) -> str:
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+            self._token_texts[token_id] = text
+        return text

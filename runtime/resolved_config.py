@@ -66,6 +66,8 @@ class ResolvedConfig:
     """As in EngineConfig."""
     attention_backend: str
     """A backend's name, or "auto"."""
+    max_logprobs: int
+    """As in EngineConfig."""
     seed: int
     """As in EngineConfig."""
     nvtx: bool

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from .logits_rules import LogitsRules
 from .sampling_params import SamplingParams
 from .step import ScheduledBatch
+
+NO_LOGPROBS = -1
+"""In `RowTable.num_logprobs`: the row wants none."""
 
 
 class RowTable:
@@ -26,14 +30,25 @@ class RowTable:
         """0: off."""
         self.top_p = np.ones(max_num_seqs, dtype=np.float32)
         self.min_p = np.zeros(max_num_seqs, dtype=np.float32)
+        self.num_logprobs = np.full(max_num_seqs, NO_LOGPROBS, dtype=np.int64)
+        """Likeliest tokens wanted beside each sampled one, or NO_LOGPROBS."""
+        self.rules: list[LogitsRules | None] = [None] * max_num_seqs
+        self.has_edits = np.zeros(max_num_seqs, dtype=bool)
+        """As `LogitsRules.has_edits`."""
         self.min_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.has_penalties = np.zeros(max_num_seqs, dtype=bool)
+        self.repetition_penalty = np.ones(max_num_seqs, dtype=np.float32)
+        self.frequency_penalty = np.zeros(max_num_seqs, dtype=np.float32)
+        self.presence_penalty = np.zeros(max_num_seqs, dtype=np.float32)
+        self.output_ids: dict[int, list[int]] = {}
+        """All ids generated so far, by row, where the rules need them."""
         self.params: list[SamplingParams | None] = [None] * max_num_seqs
         self.num_random = self.num_top_k = self.num_top_p = self.num_min_p = 0
         """Rows that use temperature above 0, top_k, ...: what nobody uses needs no work."""
-        self.num_min_tokens = 0
+        self.num_with_logprobs = self.num_with_rules = 0
 
     def apply(self, scheduled: ScheduledBatch) -> None:
-        """Take in what changed since the last step: leavers, newcomers, new blocks."""
+        """Take in what changed since the last step: leavers, newcomers, new blocks, new ids."""
         for row in scheduled.released_rows.tolist():
             self._clear_params(row)
         admitted = scheduled.admitted_rows
@@ -44,9 +59,45 @@ class RowTable:
             self.seeds[admitted] = scheduled.admitted_seeds
             for row, params in zip(admitted.tolist(), scheduled.admitted_params, strict=True):
                 self._set_params(row, params)
+        if scheduled.admitted_rules:
+            self._admit_rules(scheduled)
         self.block_tables[scheduled.new_block_rows, scheduled.new_block_indices] = (
             scheduled.new_block_ids
         )
+        if len(scheduled.host_rows):
+            self._extend_outputs(scheduled)
+
+    def _admit_rules(self, scheduled: ScheduledBatch) -> None:
+        columns = (scheduled.admitted_rules, scheduled.admitted_token_ids)
+        for row, rules, token_ids in zip(scheduled.admitted_rows.tolist(), *columns, strict=True):
+            if rules is None:
+                continue
+            self.rules[row] = rules
+            self.num_with_rules += 1
+            self.has_edits[row] = rules.has_edits
+            self.min_tokens[row] = rules.min_tokens
+            self.has_penalties[row] = rules.has_penalties
+            self.repetition_penalty[row] = rules.repetition_penalty
+            self.frequency_penalty[row] = rules.frequency_penalty
+            self.presence_penalty[row] = rules.presence_penalty
+            if rules.needs_output_ids:
+                assert token_ids is not None, f"row {row} came without its tokens"
+                self.output_ids[row] = token_ids[self.num_prompt_tokens[row] :].tolist()
+
+    def _extend_outputs(self, scheduled: ScheduledBatch) -> None:
+        """Add to `output_ids` what the last step drew, which is this step's input."""
+        places = scheduled.host_rows
+        rows = scheduled.rows[places]
+        ends = scheduled.num_computed_tokens[places] + scheduled.num_new_tokens[places]
+        newest = scheduled.token_ids[scheduled.num_new_tokens.cumsum()[places] - 1]
+        num_outputs = ends - self.num_prompt_tokens[rows]
+        for row, num, token_id in zip(
+            rows.tolist(), num_outputs.tolist(), newest.tolist(), strict=True
+        ):
+            outputs = self.output_ids[row]
+            if num > len(outputs):
+                outputs.append(token_id)
+            assert num == len(outputs), f"row {row} misses ids: {len(outputs)} of {num}"
 
     def _set_params(self, row: int, params: SamplingParams) -> None:
         self._clear_params(row)  # a step that failed may have swallowed the release
@@ -56,16 +107,22 @@ class RowTable:
         self.top_k[row] = max(params.top_k, 0)
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
-        self.min_tokens[row] = params.min_tokens
+        self.num_logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
 
     def _clear_params(self, row: int) -> None:
         params, self.params[row] = self.params[row], None
         if params is not None:
             self._count(params, -1)
+        if self.rules[row] is not None:
+            self.rules[row] = None
+            self.num_with_rules -= 1
+            self.has_edits[row] = self.has_penalties[row] = False
+            self.min_tokens[row] = 0
+            self.output_ids.pop(row, None)
 
     def _count(self, params: SamplingParams, change: int) -> None:
         self.num_random += change * (params.temperature > 0)
         self.num_top_k += change * (params.top_k > 0)
         self.num_top_p += change * (params.top_p < 1)
         self.num_min_p += change * (params.min_p > 0)
-        self.num_min_tokens += change * (params.min_tokens > 0)
+        self.num_with_logprobs += change * (params.logprobs is not None)

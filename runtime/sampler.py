@@ -6,9 +6,9 @@ whose sums are below 2**53 and so are exact in float64 in any order, on any devi
 first token, in vocabulary order, at which the running sum of the kept weights exceeds
 floor(uniform * total): never one of weight 0, and always one that exists, since uniform < 1.
 
-Filters have the order and meaning of transformers' TemperatureLogitsWarper, TopKLogitsWarper,
-TopPLogitsWarper and MinPLogitsWarper. Where several tokens tie at the edge of top_p, lower ids are
-kept first.
+Filters act in vLLM's order: temperature, min_p, top_k, top_p, each with the meaning that
+transformers' logits processor of that name gives it. Where several tokens tie at the edge of
+top_p, lower ids are kept first. The vocabulary is sorted only for top_p.
 
 Nothing here waits for an accelerator. On a CPU, where reading is free, rows that use a filter
 are drawn one by one from their few candidates instead of sorting the vocabulary; that gives the
@@ -54,10 +54,6 @@ class SamplingBatch:
     """[n] float32, device; 0 is off."""
     uniforms: torch.Tensor
     """[n] float32 in [0, 1), device; see `stateless_uniforms`."""
-    banned_rows: torch.Tensor | None
-    """[m] int64, device; with banned_token_ids, the (row, token) pairs that may not be drawn."""
-    banned_token_ids: torch.Tensor | None
-    """[m] int64, device; None if and only if banned_rows is."""
     all_greedy: bool
     """Every row has temperature 0."""
     max_top_k: int
@@ -120,9 +116,6 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
     """
     assert logits.dtype == torch.float32, f"logits are {logits.dtype}, not float32"
     assert logits.shape[0] == batch.temperature.shape[0], "one row of logits for each row"
-    if batch.banned_rows is not None and batch.banned_token_ids is not None:
-        banned = logits.new_full((), -torch.inf)
-        logits = logits.index_put((batch.banned_rows, batch.banned_token_ids), banned)
     best_logits, best_ids = _row_max(logits)
     is_valid = best_logits.isfinite()
     token_ids = best_ids
@@ -189,13 +182,13 @@ def _kept_weights(
 ) -> torch.Tensor:
     """[n, vocab] weights with 0 for the tokens that the filters drop."""
     weights = _weights(logits, best_logits, batch.temperature)
+    if batch.any_min_p:
+        smallest = batch.min_p[:, None] * weights.gather(-1, best_ids[:, None])
+        weights = weights.masked_fill(weights < smallest, 0)
     if batch.max_top_k:
         weights = _keep_top_k(weights, logits, batch.top_k, batch.max_top_k)
     if batch.any_top_p:
         weights = _keep_top_p(weights, batch.top_p)
-    if batch.any_min_p:
-        smallest = batch.min_p[:, None] * weights.gather(-1, best_ids[:, None])
-        weights = weights.masked_fill(weights < smallest, 0)
     return weights
 
 
@@ -268,10 +261,11 @@ def _draw_row(
     Candidates are ascending token ids throughout: the running sum goes in vocabulary order.
     """
     kept = _top_k_candidates(logits, top_k) if top_k > 0 else None
+    if min_p > 0:
+        # The likeliest token is always among the k, so this may come second, and is cheaper so.
+        kept = _min_p_candidates(weights, kept, min_p)
     if top_p < 1:
         kept = _top_p_candidates(weights, kept, top_p)
-    if min_p > 0:
-        kept = _min_p_candidates(weights, kept, min_p)
     assert kept is not None, "a filtered row has a filter"
     ends = weights[kept].cumsum(dtype=np.float64)
     return int(kept[np.searchsorted(ends, np.floor(uniform * ends[-1]), side="right")])

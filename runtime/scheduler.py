@@ -11,7 +11,7 @@ import numpy as np
 from .block import Block
 from .block_manager import BlockManager
 from .budget_policy import BudgetPolicy
-from .errors import NonFiniteLogitsError
+from .logprobs import record_logprobs
 from .outputs import FinishReason
 from .scheduler_config import SchedulerConfig
 from .sequence import Sequence, SequenceStatus
@@ -50,10 +50,6 @@ class Scheduler:
         assert config.max_num_batched_tokens >= config.max_num_seqs, "decodes exceed the budget"
         self.config = config
         self.num_preemptions = 0
-        self.num_tokens_looked_up = 0
-        """Prompt tokens of admitted sequences, where there is a prefix cache to look into."""
-        self.num_cached_tokens = 0
-        """How many of those it had."""
         self.sizing = BudgetPolicy(config, step_cost)
         self._blocks = block_manager
         self._clock = clock
@@ -63,9 +59,6 @@ class Scheduler:
         self._prefilling: list[Sequence] = []  # by precedence
         self._decoding: list[Sequence] = []  # by completion of the prompt
         self._decode_rows: np.ndarray | None = None  # rows of _decoding; None: out of date
-        self._released_rows: list[int] = []  # not yet told to the runner
-        self._rows_in_flight: set[int] = set()
-        self._retired_rows: list[int] = []  # left while in flight: free when the step is in
         self._num_admissions = 0
         self._num_endings = 0
         self._next_step = 0
@@ -101,9 +94,7 @@ class Scheduler:
         """Recount rows and blocks; AssertionError if anything is off."""
         running = self.running_sequences()
         self._blocks.check_integrity(running)
-        self._table.check_integrity(
-            running, block_size=self._blocks.block_size, num_retired=len(self._retired_rows)
-        )
+        self._table.check_integrity(running, block_size=self._blocks.block_size)
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -121,9 +112,8 @@ class Scheduler:
     def hold(self, sequences: Iterable[Sequence]) -> None:
         """Take unfinished sequences out of the queue, preempting those that run."""
         held = {sequence for sequence in sequences if not sequence.is_finished}
-        for sequence in held:
-            if sequence.status is SequenceStatus.RUNNING:
-                self._preempt(sequence)
+        for sequence in held.intersection(self.running_sequences()):
+            self._preempt(sequence)
         self._waiting.remove(held)
         for sequence in held:
             sequence.status = SequenceStatus.HELD
@@ -142,15 +132,17 @@ class Scheduler:
 
         If its step is in flight the row still runs there, and its result is dropped.
         """
+        if not sequence.is_finished:
+            sequence.error = error
+            self._end(sequence, reason)
+
+    def stop(self, sequence: Sequence, stop_string: str) -> None:
+        """End a sequence in whose text a stop string was found, whatever its last token did."""
+        sequence.stop_string = stop_string
         if sequence.is_finished:
-            return
-        sequence.error = error
-        status = sequence.status
-        if status is SequenceStatus.RUNNING:
-            self._leave(sequence)
-        self._finish(sequence, reason)
-        if status is SequenceStatus.WAITING:
-            self._waiting.discard(sequence)
+            sequence.finish_reason = "stop"
+        else:
+            self._end(sequence, "stop")
 
     # -- schedule ---------------------------------------------------------------------------
 
@@ -172,9 +164,8 @@ class Scheduler:
             self._schedule_prompts(step)
         assert not (step.is_empty and self.has_unfinished), "an empty step: nothing would end"
         completed = step.completed_prompts()  # their next tokens are decodes
-        scheduled = step.build(self._next_step, self._released_rows, self.sizing)
-        self._released_rows = []
-        self._rows_in_flight = set(scheduled.rows.tolist())
+        scheduled = step.build(self._next_step, self._table.take_released_rows(), self.sizing)
+        self._table.start_flight(scheduled.rows)
         self._next_step += 1
         if completed:
             self._decoding += completed
@@ -228,8 +219,6 @@ class Scheduler:
             num_cached = len(hits) * manager.block_size
             if sequence.admission_index < 0:
                 sequence.num_cached_tokens = num_cached
-                self.num_tokens_looked_up += len(sequence.token_ids) * manager.enable_prefix_caching
-                self.num_cached_tokens += num_cached
             sequence.admission_index = self._num_admissions
             self._num_admissions += 1
             self._table.admit(sequence, num_cached)
@@ -246,7 +235,7 @@ class Scheduler:
             return None
         if self._num_endings < sequence.starts_after_endings and self.num_running:
             return None  # the victim of a shortage that nobody's end has relieved yet
-        hits = manager.find_prefix(sequence.token_ids, sequence.extra_key)
+        hits = manager.find_prefix(sequence.shareable_token_ids, sequence.extra_key)
         num_blocks = manager.blocks_for(len(sequence.token_ids))
         needed = num_blocks - len(hits) + manager.num_free_hits(hits)
         # Strictly in order: smaller ones behind it must not starve it.
@@ -311,19 +300,18 @@ class Scheduler:
         """Take in the ids of a step that ran; end the sequences that are done."""
         table, token_ids, is_valid = self._table, output.token_ids, output.is_valid
         self._blocks.commit(scheduled.step)
-        self._end_flight()
-        sampled = scheduled.sampled
-        rows = scheduled.rows[sampled]
+        record_logprobs(table.sequences, scheduled, output)
+        table.end_flight()
+        rows = scheduled.rows[scheduled.sampled]
         keep = table.is_live[rows]
         if not keep.all():  # aborted meanwhile
-            sampled, rows = sampled[keep], rows[keep]
-            token_ids, is_valid = token_ids[keep], is_valid[keep]
-        sequences = self._table.sequences_at(rows)
+            rows, token_ids, is_valid = rows[keep], token_ids[keep], is_valid[keep]
+        sequences = table.sequences_at(rows)
         if not is_valid.all():
             failed = [s for s, valid in zip(sequences, is_valid.tolist(), strict=True) if not valid]
-            finished = [self._fail(sequence) for sequence in failed]
+            finished = [self._fail(sequence, output) for sequence in failed]
             sequences = [s for s in sequences if s not in failed]
-            sampled, rows, token_ids = sampled[is_valid], rows[is_valid], token_ids[is_valid]
+            rows, token_ids = rows[is_valid], token_ids[is_valid]
         else:
             finished = []
         now = self._clock()
@@ -336,20 +324,17 @@ class Scheduler:
         )
 
     def rollback(self, scheduled: ScheduledBatch) -> list[Sequence]:
-        """`scheduled` failed: all its sequences return to the queue and lose no token.
+        """`scheduled` failed: all its sequences, which are returned, go back to the queue.
 
-        What the step registered in the prefix cache is taken back. Blocks filled by earlier
-        steps stay findable, so that most of the work isn't done again.
-
-        Returns:
-            Those sequences, in the order of the step.
+        They lose no token. What the step registered in the prefix cache is taken back. Blocks
+        filled by earlier steps stay findable, so that most of the work isn't done again.
         """
         rows = scheduled.rows
         sequences = self._table.sequences_at(rows[self._table.is_live[rows]])
         for sequence in sequences:
             self._preempt(sequence)
         self._blocks.rollback(scheduled.step)
-        self._end_flight()
+        self._table.end_flight()
         return sequences
 
     def _end_sequences(
@@ -358,20 +343,15 @@ class Scheduler:
         ends, stops = self._table.find_ends(rows, token_ids, self.config.end_token_ids)
         finished = []
         for i in np.flatnonzero(ends).tolist():
-            self._leave(sequences[i])
-            self._finish(sequences[i], "stop" if stops[i] else "length")
+            self._end(sequences[i], "stop" if stops[i] else "length")
             finished.append(sequences[i])
         return finished
 
-    def _fail(self, sequence: Sequence) -> Sequence:
-        num_output = int(self._table.num_tokens[sequence.row]) - sequence.num_prompt_tokens
-        sequence.error = NonFiniteLogitsError(
-            f"request {sequence.request_id}: the logits of output token {num_output} are NaN or "
-            f"infinite; check the weights and the dtype"
-        )
-        self._blocks.forget(sequence)  # its K/V may be as bad, and must serve nobody else
-        self._leave(sequence)
-        self._finish(sequence, "error")
+    def _fail(self, sequence: Sequence, output: StepOutput) -> Sequence:
+        sequence.error = output.error_of(sequence, int(self._table.num_tokens[sequence.row]))
+        if sequence.row not in output.row_errors:
+            self._blocks.forget(sequence)  # its K/V may be as bad, and must serve nobody else
+        self._end(sequence, "error")
         return sequence
 
     # -- leaving ----------------------------------------------------------------------------
@@ -394,7 +374,6 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         """Take back a running sequence's blocks and row."""
-        row = sequence.row
         self._blocks.free(sequence)
         self._table.retire(sequence)
         if sequence in self._prefilling:
@@ -402,22 +381,12 @@ class Scheduler:
         else:
             self._decoding.remove(sequence)
             self._decode_rows = None
-        if row in self._rows_in_flight:
-            self._retired_rows.append(row)
-        else:
-            self._release(row)
 
-    def _release(self, row: int) -> None:
-        self._table.release(row)
-        self._released_rows.append(row)
-
-    def _end_flight(self) -> None:
-        self._rows_in_flight = set()
-        for row in self._retired_rows:
-            self._release(row)
-        self._retired_rows = []
-
-    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+        if sequence.status is SequenceStatus.RUNNING:
+            self._leave(sequence)
+        elif sequence.status is SequenceStatus.WAITING:
+            self._waiting.discard(sequence)
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
         sequence.finish_time = self._clock()

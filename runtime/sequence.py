@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .logits_rules import LogitsRules
+from .logprobs import LogprobsRecord
 from .outputs import FinishReason
 from .sampling_params import SamplingParams
 
@@ -57,6 +59,12 @@ class Sequence:
     """Under policy "priority", lower runs first."""
     extra_key: bytes = b""
     """What, besides the tokens, two sequences must share to share cached blocks."""
+    rules: LogitsRules | None = None
+    """How its logits are changed before the draw; None: not at all."""
+    logprobs: LogprobsRecord | None = None
+    """Of the output's tokens; None: not wanted."""
+    prompt_logprobs: LogprobsRecord | None = None
+    """Of the prompt's tokens from the second on; None: not wanted."""
 
     status: SequenceStatus = SequenceStatus.WAITING
     row: int = -1
@@ -78,12 +86,38 @@ class Sequence:
     finish_time: float | None = None
     finish_reason: FinishReason | None = None
     """None while unfinished."""
+    stop_string: str | None = None
+    """The one of `params.stop` that ended it."""
     error: Exception | None = None
 
     @property
     def is_finished(self) -> bool:
         """True once no further step runs for it."""
         return self.status is SequenceStatus.FINISHED
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """What of `params` ended it under reason "stop": a string or a token id."""
+        if self.finish_reason != "stop" or self.stop_string is not None:
+            return self.stop_string
+        last = int(self.token_ids[-1])
+        return last if last in self.params.stop_token_ids else None
+
+    @property
+    def is_ended_by_token(self) -> bool:
+        """True if its last token is one that ends a sequence."""
+        return self.finish_reason == "stop" and self.stop_string is None
+
+    @property
+    def shareable_token_ids(self) -> np.ndarray:
+        """[n] int32: the leading tokens whose K/V, all but the last one's, may come from the cache.
+
+        All of them, unless log-probabilities of the prompt are still wanted: only computing a
+        token gives that of the next.
+        """
+        if self.prompt_logprobs is None or len(self.prompt_logprobs) >= self.num_prompt_tokens - 1:
+            return self.token_ids
+        return self.token_ids[: len(self.prompt_logprobs) + 1]
 
     @property
     def output_token_ids(self) -> list[int]:

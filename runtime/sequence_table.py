@@ -33,11 +33,16 @@ class SequenceTable:
         self.obeys_end_tokens = np.zeros(max_num_seqs, dtype=bool)
         """False under ignore_eos."""
         self.has_stop_token_ids = np.zeros(max_num_seqs, dtype=bool)
+        self.needs_output_ids = np.zeros(max_num_seqs, dtype=bool)
+        """True where the host works on the logits; see `LogitsRules.needs_output_ids`."""
         self.is_live = np.zeros(max_num_seqs, dtype=bool)
         """False for a free row, and for an aborted sequence whose last step is in flight."""
         self.last_token_times = np.zeros(max_num_seqs, dtype=np.float64)
         """Seconds; NaN before the first token."""
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._rows_in_flight: set[int] = set()
+        self._retired_rows: list[int] = []  # left while in flight: free when the step is in
+        self._released_rows: list[int] = []  # not yet told to the runner
 
     @property
     def num_free_rows(self) -> int:
@@ -60,6 +65,8 @@ class SequenceTable:
         self.obeys_end_tokens[row] = not params.ignore_eos
         self.has_stop_token_ids[row] = bool(params.stop_token_ids)
         self.last_token_times[row] = sequence.last_token_time
+        rules = sequence.rules
+        self.needs_output_ids[row] = rules is not None and rules.needs_output_ids
         self.is_live[row] = True
 
     def sequences_at(self, rows: np.ndarray) -> list[Sequence]:
@@ -104,9 +111,7 @@ class SequenceTable:
         stops &= num_tokens > self.min_total_tokens[rows]
         return stops | (num_tokens >= self.max_total_tokens[rows]), stops
 
-    def check_integrity(
-        self, running: list[Sequence], *, block_size: int, num_retired: int
-    ) -> None:
+    def check_integrity(self, running: list[Sequence], *, block_size: int) -> None:
         """Recount the rows from the sequences that own one; AssertionError if anything is off."""
         for sequence in running:
             row = sequence.row
@@ -114,20 +119,43 @@ class SequenceTable:
             num_slots = len(sequence.blocks) * block_size
             assert self.num_slots[row] == num_slots, f"row {row}: slots are off"
             assert self.num_computed[row] <= min(num_slots, self.num_tokens[row])
-        num_rows = self.num_free_rows + len(running) + num_retired
+        num_rows = self.num_free_rows + len(running) + len(self._retired_rows)
         assert num_rows == self.max_num_seqs, "rows are lost or doubled"
         assert int(self.is_live.sum()) == len(running), "a live row has no sequence"
 
     def retire(self, sequence: Sequence) -> None:
-        """Bring the sequence's own tokens up to date and stop counting the row as live."""
+        """Bring the sequence's own tokens up to date and take its row back.
+
+        A row in flight becomes available only when its step has ended.
+        """
         row = sequence.row
         sequence.token_ids = self.token_ids[row, : self.num_tokens[row]].copy()
         sequence.last_token_time = float(self.last_token_times[row])
         sequence.row = -1
         self.sequences[row] = None
         self.is_live[row] = False
+        if row in self._rows_in_flight:
+            self._retired_rows.append(row)
+        else:
+            self._release(row)
 
-    def release(self, row: int) -> None:
-        """Make a retired row available again."""
+    def start_flight(self, rows: np.ndarray) -> None:
+        """[n] rows run in a step from now on."""
+        self._rows_in_flight = set(rows.tolist())
+
+    def end_flight(self) -> None:
+        """The step has ended, one way or the other."""
+        self._rows_in_flight = set()
+        for row in self._retired_rows:
+            self._release(row)
+        self._retired_rows = []
+
+    def take_released_rows(self) -> list[int]:
+        """Rows that became available since this was last asked."""
+        released, self._released_rows = self._released_rows, []
+        return released
+
+    def _release(self, row: int) -> None:
         assert not self.is_live[row], f"row {row} is live"
         self._free_rows.append(row)
+        self._released_rows.append(row)

@@ -10,6 +10,15 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy of one array on the device, for what comes seldom; the host doesn't wait for it."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 Fields: TypeAlias = Mapping[str, tuple[type[np.generic], tuple[int, ...]]]
 """Name of each field to its numpy type and shape."""
 

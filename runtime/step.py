@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from .errors import LogitsProcessorError, NonFiniteLogitsError
+from .logits_rules import LogitsRules
+from .logprobs import LogprobsOutput
 from .sampling_params import SamplingParams
 from .sequence import Sequence
+
+_NOTHING = np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoringBatch:
+    """Prompt tokens whose log-probabilities a step gives. Arrays are int64, host memory."""
+
+    places: np.ndarray
+    """[m] rows of the flat batch, each that of the token before one..."""
+    next_ids: np.ndarray
+    """[m] ...of these."""
+    rows: np.ndarray
+    """[k] rows of the sequences in the tables, in the order of `places`."""
+    counts: np.ndarray
+    """[k] how many of `places` are each one's."""
+    num_top: int
+    """Most likeliest tokens that one of them wants beside each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,7 +37,8 @@ class ScheduledBatch:
     """What one step runs, and what changed since the last one.
 
     Sequences are ordered: those decoding first, then those with prompt tokens to process.
-    All arrays are int64 unless stated, host memory. Nothing in it grows with context length.
+    All arrays are int64 unless stated, host memory. Nothing in it grows with context length but
+    `admitted_token_ids`.
     """
 
     step: int
@@ -51,6 +74,17 @@ class ScheduledBatch:
     """[b] ...by this block."""
     bucket: int = 0
     """Captured size that the step is launched at; 0: at its own size, without a graph."""
+    admitted_rules: tuple[LogitsRules | None, ...] = ()
+    """[a], or () if none of the admitted sequences has any."""
+    admitted_token_ids: tuple[np.ndarray | None, ...] = ()
+    """[a] as `admitted_rules`: [num_tokens] int32, prompt and output so far, of a sequence whose
+    rules look back at its tokens; None for others."""
+    host_rows: np.ndarray = field(default_factory=lambda: _NOTHING)
+    """[h] those of `sampled` whose logits the host works on with all ids so far in its hands: bad
+    words of several tokens, logits processors. Only without any can a step be prepared before
+    the ids of the last one have come back."""
+    scoring: ScoringBatch | None = None
+    """Log-probabilities of prompt tokens that are wanted of this step; None: none."""
 
     @property
     def num_seqs(self) -> int:
@@ -81,6 +115,30 @@ class StepOutput:
     """[num_sampled] int64, aligned with `ScheduledBatch.sampled`."""
     is_valid: np.ndarray
     """[num_sampled] bool; False where the logits were NaN or infinite and the id means nothing."""
+    row_errors: Mapping[int, str] = field(default_factory=dict)
+    """Why a row that is not valid failed, by row of the tables, if its own logits processor did."""
+    logprobs: LogprobsOutput | None = None
+    """Of the sampled tokens at `logprobs_of`; None: not wanted."""
+    logprobs_of: np.ndarray = field(default_factory=lambda: _NOTHING)
+    """[m] int64 places in `token_ids`, ascending."""
+    prompt_logprobs: LogprobsOutput | None = None
+    """Of the prompt tokens in `ScheduledBatch.scoring`; None if that is."""
+
+    def error_of(self, sequence: Sequence, num_tokens: int) -> RuntimeError:
+        """Why the row of `sequence`, which has that many tokens, is not valid."""
+        what = (
+            f"request {sequence.request_id}, output token {num_tokens - sequence.num_prompt_tokens}"
+        )
+        if sequence.row in self.row_errors:
+            return LogitsProcessorError(f"{what}: {self.row_errors[sequence.row]}")
+        if sequence.rules is not None and sequence.rules.forbids:
+            return NonFiniteLogitsError(
+                f"{what}: the logits are NaN or infinite, or allowed_token_ids, bad_words and "
+                f"min_tokens leave no token; forbid less, or check the weights and the dtype"
+            )
+        return NonFiniteLogitsError(
+            f"{what}: the logits are NaN or infinite; check the weights and the dtype"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

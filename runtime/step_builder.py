@@ -7,7 +7,7 @@ import numpy as np
 from .budget_policy import BudgetPolicy
 from .sequence import Sequence
 from .sequence_table import SequenceTable
-from .step import ScheduledBatch
+from .step import ScheduledBatch, ScoringBatch
 
 
 def _int64(values: list[int]) -> np.ndarray:
@@ -93,9 +93,12 @@ class StepBuilder:
         ]
         new_blocks = np.array(self._new_blocks, dtype=np.int64).reshape(-1, 3)
         admitted = self._admitted
+        has_rules = any(s.rules is not None for s in admitted)
+        rows = np.concatenate([self._decode_rows, chunk_rows])
+        sampled = np.concatenate([np.arange(num_decodes), num_decodes + sampled_chunks])
         return ScheduledBatch(
             step=step,
-            rows=np.concatenate([self._decode_rows, chunk_rows]),
+            rows=rows,
             num_computed_tokens=np.concatenate([decode_starts, _int64(self._chunk_starts)]),
             num_new_tokens=np.concatenate(
                 [np.ones(num_decodes, dtype=np.int64), _int64(self._chunk_sizes)]
@@ -104,7 +107,7 @@ class StepBuilder:
             token_ids=np.concatenate(
                 [table.token_ids[self._decode_rows, decode_starts], *chunk_tokens]
             ),
-            sampled=np.concatenate([np.arange(num_decodes), num_decodes + sampled_chunks]),
+            sampled=sampled,
             released_rows=_int64(released_rows),
             admitted_rows=_int64([s.row for s in admitted]),
             admitted_params=tuple(s.params for s in admitted),
@@ -114,4 +117,43 @@ class StepBuilder:
             new_block_indices=new_blocks[:, 1],
             new_block_ids=new_blocks[:, 2],
             bucket=bucket,
+            admitted_rules=tuple(s.rules for s in admitted) if has_rules else (),
+            admitted_token_ids=tuple(map(_token_ids, admitted)) if has_rules else (),
+            host_rows=sampled[table.needs_output_ids[rows[sampled]]],
+            scoring=self._scoring(),
         )
+
+    def _scoring(self) -> ScoringBatch | None:
+        """The prompt rows whose log-probabilities are wanted and not there yet."""
+        places, next_ids, rows, counts, num_top = [], [], [], [], 0
+        place = len(self._decode_rows)  # of the chunk's first token in the flat batch
+        for sequence, start, size in zip(
+            self._chunked, self._chunk_starts, self._chunk_sizes, strict=True
+        ):
+            record = sequence.prompt_logprobs
+            if record is not None:
+                first = max(start, len(record))
+                last = min(start + size, sequence.num_prompt_tokens - 1)
+                if first < last:
+                    assert first == len(record), f"{sequence.request_id}: tokens were left out"
+                    places.append(np.arange(first, last) + (place - start))
+                    next_ids.append(self._table.token_ids[sequence.row, first + 1 : last + 1])
+                    rows.append(sequence.row)
+                    counts.append(last - first)
+                    num_top = max(num_top, record.num_top)
+            place += size
+        if not rows:
+            return None
+        return ScoringBatch(
+            places=np.concatenate(places),
+            next_ids=np.concatenate(next_ids).astype(np.int64),
+            rows=_int64(rows),
+            counts=_int64(counts),
+            num_top=num_top,
+        )
+
+
+def _token_ids(sequence: Sequence) -> np.ndarray | None:
+    rules = sequence.rules
+    looks_back = rules is not None and (rules.has_penalties or rules.needs_output_ids)
+    return sequence.token_ids if looks_back else None

@@ -104,6 +104,11 @@ class Tokenizer:
             _check_text(text, index)
         return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts))]
 
+    def encode_piece(self, text: str) -> list[int]:
+        """Token ids of a piece of a text: without the special tokens of a whole one."""
+        _check_text(text, 0)
+        return self.backend.encode(text, add_special_tokens=False).ids
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids, spaces as they are; ids past the vocabulary decode to nothing."""
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)

@@ -45,8 +45,8 @@ class WaitingQueue:
         return sequence
 
     def discard(self, sequence: Sequence) -> None:
-        """Count out a queued sequence that the caller has marked FINISHED."""
-        assert sequence.is_finished, f"{sequence.request_id} still waits"
+        """Count out a queued sequence that the caller marks FINISHED next."""
+        assert sequence.status is SequenceStatus.WAITING, f"{sequence.request_id} doesn't wait"
         self._length -= 1
 
     def remove(self, sequences: Collection[Sequence]) -> None:

@@ -1,60 +1,13 @@
 // The C interface: write a step's keys and values into the pages, then attend.
-//
-// Threads come from the OpenMP runtime that torch itself runs on. The caller hands its entry
-// point over, so this library links none and there is never a second pool of threads.
-
-#include <sched.h>
 
 #include <atomic>
 #include <vector>
 
 #include "attend.h"
+#include "threads.h"
 
 namespace stepgraph {
 namespace {
-
-struct OpenMP {
-    void (*parallel)(void (*)(void*), void*, unsigned, unsigned);  // GOMP_parallel
-};
-
-OpenMP openmp;
-
-// Tasks that threads take by turns. Threads then wait for the tasks, not for each other: one
-// that the system runs late finds all done, where at a barrier everybody would wait for it.
-class TaskQueue {
-public:
-    explicit TaskQueue(int count) : count_(count) {}
-
-    template <class Function>
-    void run(const Function& function) {
-        for (int i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) {
-            function(i);
-            done_.fetch_add(1, std::memory_order_release);
-        }
-    }
-
-    void wait() const {
-        for (int spins = 0; done_.load(std::memory_order_acquire) < count_; ++spins) {
-            if (spins < kSpins) {
-                pause();
-            } else {
-                sched_yield();
-            }
-        }
-    }
-
-private:
-    static constexpr int kSpins = 1000;
-
-    static void pause() {
-#if defined(__x86_64__)
-        _mm_pause();
-#endif
-    }
-
-    const int count_;
-    std::atomic<int> next_{0}, done_{0};
-};
 
 constexpr int kRowsPerTask = 16;
 
@@ -147,13 +100,7 @@ using Bfloat = BfloatElement;
 }  // namespace
 }  // namespace stepgraph
 
-#define STEPGRAPH_EXPORT __attribute__((visibility("default")))
-
 extern "C" {
-
-STEPGRAPH_EXPORT void stepgraph_use_openmp(void* parallel) {
-    stepgraph::openmp.parallel = reinterpret_cast<decltype(stepgraph::openmp.parallel)>(parallel);
-}
 
 // Returns a Status; bad gets the slot or block id that is outside the cache.
 STEPGRAPH_EXPORT int64_t stepgraph_attend(const stepgraph::Call* call, int64_t* bad) {

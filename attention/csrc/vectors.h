@@ -83,11 +83,19 @@ inline Floats half_to_float(Halves value) {
 #endif
 }
 
-// Both round to the nearest, ties to even.
+// All round to the nearest, ties to even.
 inline uint16_t float_to_bfloat(float value) {
     const uint32_t word = bits<uint32_t>(value);
     if ((word & 0x7fffffff) > 0x7f800000) return static_cast<uint16_t>((word >> 16) | 0x40);
     return static_cast<uint16_t>((word + 0x7fff + ((word >> 16) & 1)) >> 16);
+}
+
+inline Halves float_to_bfloat(Floats value) {
+    const Words word = bits<Words>(value);
+    const Words is_nan = bits<Words>((word & 0x7fffffff) > 0x7f800000);
+    const Words nearest = (word + 0x7fff + ((word >> 16) & 1)) >> 16;
+    const Words quiet_nan = (word >> 16) | 0x40;
+    return __builtin_convertvector((is_nan & quiet_nan) | (~is_nan & nearest), Halves);
 }
 
 inline uint16_t float_to_half(float value) {

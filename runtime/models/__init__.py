@@ -2,18 +2,25 @@
 
 from .checkpoint import stored_dtype
 from .config import SUPPORTED_ARCHITECTURES, DecoderConfig, load_decoder_config
-from .decoder import Decoder
-from .linear import prepack_refusal
+from .decoder import PLAIN_REGIONS, Decoder, Regions
+from .linear import pack_refusal
+from .native_region import native_regions, region_refusal
+from .packing import pack_decoder
 from .rotary import RopeConfig
 from .weights import load_decoder
 
 __all__ = [
+    "PLAIN_REGIONS",
     "SUPPORTED_ARCHITECTURES",
     "Decoder",
     "DecoderConfig",
+    "Regions",
     "RopeConfig",
     "load_decoder",
     "load_decoder_config",
-    "prepack_refusal",
+    "native_regions",
+    "pack_decoder",
+    "pack_refusal",
+    "region_refusal",
     "stored_dtype",
 ]

@@ -6,11 +6,13 @@ call knows. Between two attention calls stands one region, the same code for all
     enter | attend 0 | between(0, 1) | attend 1 | between(1, 2) | ... | attend n-1 | leave
 
 `enter`, `between` and `leave` take tensors and parameters only, so each can be compiled as one code
-object. No gradients are kept anywhere.
+object, and a forward can be given others in their place. No gradients are kept anywhere.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .linear import linear, prepack
+from .linear import linear
 from .rotary import gather_rotary, rotary_table, rotate
 
 if TYPE_CHECKING:
@@ -157,31 +159,26 @@ class Decoder(nn.Module):
         """Untie the head: logits come from `weight` [vocab_size, hidden_size] from now on."""
         self.lm_head = _parameter(weight)
 
-    def prepack(self) -> None:
-        """Bring all projections into the CPU's own layout, weight by weight, and the head too.
-
-        The plain weights are freed as it goes, except for a tied head's, which is the embedding:
-        there memory grows by one [vocab_size, hidden_size]. To be done only where
-        `prepack_refusal` has no reason against it.
-        """
-        for layer in self.layers:
-            for name in ("qkv_weight", "o_weight", "gate_up_weight", "down_weight"):
-                _replace(layer, name, prepack(getattr(layer, name)))
-        head = self.embed_tokens if self.lm_head is None else self.lm_head
-        _replace(self, "lm_head", prepack(head))
-
-    def forward(self, input_ids: Tensor, positions: Tensor, attend: LayerAttention) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attend: LayerAttention,
+        regions: Regions | None = None,
+    ) -> Tensor:
         """Final hidden states [T, hidden_size], normalised, of a flat batch.
 
         `input_ids` [T] int32 or int64 below vocab_size; `positions` [T] int64 below
-        max_position_embeddings; `attend` is called once per layer, in order.
+        max_position_embeddings; `attend` is called once per layer, in order; `regions` are run
+        between those calls, None: the plain ones.
         """
-        inputs, rotary = self.enter(input_ids, positions)
+        regions = regions or PLAIN_REGIONS
+        inputs, rotary = regions.enter(self, input_ids, positions)
         for index, (layer, next_layer) in enumerate(pairwise(self.layers)):
             attended = attend(index, inputs.query, inputs.key, inputs.value)
-            inputs = between(layer, next_layer, attended, inputs.residual, rotary)
+            inputs = regions.between(layer, next_layer, attended, inputs.residual, rotary)
         attended = attend(len(self.layers) - 1, inputs.query, inputs.key, inputs.value)
-        return self.leave(attended, inputs.residual)
+        return regions.leave(self, attended, inputs.residual)
 
     def enter(self, input_ids: Tensor, positions: Tensor) -> tuple[AttentionInputs, RotaryFactors]:
         """The region before the first attention call."""
@@ -200,10 +197,20 @@ class Decoder(nn.Module):
         return linear(hidden, head).float()
 
 
-def _replace(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Put a tensor that can't be a parameter in the place of one."""
-    delattr(module, name)
-    module.register_buffer(name, tensor, persistent=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regions:
+    """The three regions of a forward: the plain functions above, or what computes the same."""
+
+    enter: Callable[[Decoder, Tensor, Tensor], tuple[AttentionInputs, RotaryFactors]]
+    """As `Decoder.enter`."""
+    between: Callable[[DecoderLayer, DecoderLayer, Tensor, Tensor, RotaryFactors], AttentionInputs]
+    """As `between`."""
+    leave: Callable[[Decoder, Tensor, Tensor], Tensor]
+    """As `Decoder.leave`."""
+
+
+PLAIN_REGIONS = Regions(enter=Decoder.enter, between=between, leave=Decoder.leave)
+"""Operator by operator."""
 
 
 def _parameter(data: Tensor) -> nn.Parameter:

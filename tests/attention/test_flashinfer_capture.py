@@ -205,7 +205,7 @@ def differs(bucket, step):
 def test_defect_plan_not_refreshed(spec, decodes):
     bucket = make_bucket(spec, (4,))
     assert not differs(bucket, decodes(spec, [10] * 4))
-    bucket.runner._full[4]._plan.refresh = lambda metadata: True
+    bucket.runner._graphs.full[4]._plan.refresh = lambda metadata: True
     assert differs(bucket, decodes(spec, [400] * 4, 1))
 
 
@@ -220,7 +220,7 @@ def test_defect_buffers_refreshed_but_not_the_schedule(spec, decodes, monkeypatc
 def test_defect_schedule_refreshed_but_not_the_buffers(spec, decodes, missing):
     bucket = make_bucket(spec, (4,))
     assert not differs(bucket, decodes(spec, [10] * 4))
-    plan = bucket.runner._full[4]._plan
+    plan = bucket.runner._graphs.full[4]._plan
     setattr(plan, missing, getattr(plan, missing).clone())
     assert differs(bucket, decodes(spec, [400] * 4, 1))
 

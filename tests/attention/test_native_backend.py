@@ -12,7 +12,12 @@ import torch
 
 from attention import AttentionPlan, AttentionSpec, native_plan
 from attention.native_backend import NativeBackend
-from attention.native_build import NativeBuildError, usable_levels, usable_library
+from attention.native_build import (
+    ATTENTION_SOURCE,
+    NativeBuildError,
+    usable_levels,
+    usable_library,
+)
 
 MakeSpec = Callable[..., AttentionSpec]
 MakeStep = Callable[..., Any]
@@ -22,7 +27,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LEVELS = usable_levels()
 
 try:
-    usable_library(LEVELS[0])
+    usable_library(ATTENTION_SOURCE, LEVELS[0])
 except NativeBuildError as error:
     pytest.skip(f"the native backend can't be built: {error}", allow_module_level=True)
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -12,9 +13,17 @@ import torch
 
 from attention import AttentionSpec, native_build, select_backend
 from attention.native_backend import NativeBackend
-from attention.native_build import NativeBuildError, build_library, find_compiler, usable_levels
+from attention.native_build import (
+    ATTENTION_SOURCE,
+    NativeBuildError,
+    NativeSource,
+    build_library,
+    find_compiler,
+    usable_levels,
+)
 
 ROOT = Path(__file__).parents[2]
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
 
 try:
     COMPILER = find_compiler()
@@ -34,13 +43,13 @@ SPEC = AttentionSpec(
 
 
 @pytest.fixture
-def small_sources(tmp_path: Path) -> Path:
-    """Sources that compile at once."""
-    sources = tmp_path / "sources"
-    sources.mkdir()
-    (sources / "native_attention.cpp").write_text('#include "answer.h"\n')
-    (sources / "answer.h").write_text("int answer() { return 42; }\n")
-    return sources
+def small_source(tmp_path: Path) -> NativeSource:
+    """A library that compiles at once."""
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    (folder / "main.cpp").write_text('#include "answer.h"\n')
+    (folder / "answer.h").write_text("int answer() { return 42; }\n")
+    return NativeSource(name="small", file=folder / "main.cpp")
 
 
 @pytest.fixture
@@ -58,42 +67,45 @@ def fake_compiler(path: Path, script: str) -> str:
     return str(path)
 
 
-def test_a_second_build_takes_the_first_ones_file(small_sources: Path, tmp_path: Path) -> None:
-    first = build_library("generic", cache_dir=tmp_path, sources=small_sources)
+def test_a_second_build_takes_the_first_ones_file(
+    small_source: NativeSource, tmp_path: Path
+) -> None:
+    first = build_library(small_source, "generic", cache_dir=tmp_path)
     built_at = first.stat().st_mtime_ns
-    assert build_library("generic", cache_dir=tmp_path, sources=small_sources) == first
+    assert build_library(small_source, "generic", cache_dir=tmp_path) == first
     assert first.stat().st_mtime_ns == built_at
     assert [path.name for path in first.parent.iterdir()] == [first.name]
 
 
-@pytest.mark.parametrize("name", ["native_attention.cpp", "answer.h"])
+@pytest.mark.parametrize("name", ["main.cpp", "answer.h"])
 def test_a_changed_source_builds_another_file(
-    small_sources: Path, tmp_path: Path, name: str
+    small_source: NativeSource, tmp_path: Path, name: str
 ) -> None:
-    first = build_library("generic", cache_dir=tmp_path, sources=small_sources)
-    with (small_sources / name).open("a") as file:
+    first = build_library(small_source, "generic", cache_dir=tmp_path)
+    with small_source.file.with_name(name).open("a") as file:
         file.write("// changed\n")
-    second = build_library("generic", cache_dir=tmp_path, sources=small_sources)
+    second = build_library(small_source, "generic", cache_dir=tmp_path)
     assert second != first
     assert second.exists()
 
 
 def test_another_version_of_the_compiler_builds_another_file(
-    small_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_source: NativeSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler = tmp_path / "compiler"
     paths = set()
     for version in ("1.0", "2.0"):
         script = f'test "$1" = --version && echo {version} && exit; exec {COMPILER[0]} "$@"'
         monkeypatch.setenv("CXX", fake_compiler(compiler, script))
-        paths.add(build_library("generic", cache_dir=tmp_path, sources=small_sources))
+        paths.add(build_library(small_source, "generic", cache_dir=tmp_path))
     assert len(paths) == 2
 
 
 def test_processes_that_build_at_once_all_get_the_library(tmp_path: Path) -> None:
     program = (
-        "from pathlib import Path; from attention.native_build import usable_library\n"
-        f"usable_library('generic', Path({str(tmp_path)!r}))"
+        "from pathlib import Path\n"
+        "from attention.native_build import ATTENTION_SOURCE, usable_library\n"
+        f"usable_library(ATTENTION_SOURCE, 'generic', Path({str(tmp_path)!r}))"
     )
     processes = [
         subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env={**os.environ})
@@ -108,7 +120,7 @@ def test_a_backend_takes_its_library_from_the_directory_given_alone(
 ) -> None:
     given = tmp_path / "given"
     (given / "native").mkdir(parents=True)
-    library = shutil.copy(build_library(usable_levels()[0]), given / "native")
+    library = shutil.copy(build_library(ATTENTION_SOURCE, usable_levels()[0]), given / "native")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     backend = select_backend("native", SPEC, cache_dir=given)
     assert isinstance(backend, NativeBackend)
@@ -162,6 +174,10 @@ def test_options_in_cxx_reach_the_compiler(monkeypatch: pytest.MonkeyPatch) -> N
         ("avx2 fma", "generic"),
         ("avx2 fma f16c avx512f avx512bw avx512dq avx512vl", "avx512"),
         ("avx2 fma f16c avx512f avx512bw avx512dq avx512vl avx512_bf16", "avx512_bf16"),
+        (
+            "avx2 fma f16c avx512f avx512bw avx512dq avx512vl avx512_bf16 amx_tile amx_bf16",
+            "amx",
+        ),
     ],
 )
 def test_the_best_level_is_one_whose_instructions_the_cpu_has_all(
@@ -171,17 +187,17 @@ def test_the_best_level_is_one_whose_instructions_the_cpu_has_all(
     assert usable_levels.__wrapped__()[0] == best
 
 
-def test_every_header_is_shipped_with_the_package() -> None:
-    text = (ROOT / "pyproject.toml").read_text()
-    assert '"csrc/*.cpp", "csrc/*.h"' in text
-    suffixes = {path.suffix for path in native_build.SOURCE_DIRECTORY.iterdir()}
-    assert suffixes == {".cpp", ".h"}
+@pytest.mark.parametrize("package", ["attention", "runtime/models"])
+def test_every_source_is_shipped_with_its_package(package: str) -> None:
+    data = re.search(rf'^"?{package.replace("/", ".")}"? = (.*)$', PYPROJECT, re.MULTILINE)
+    assert data is not None and '"csrc/*.cpp", "csrc/*.h"' in data[1]
+    assert {path.suffix for path in (ROOT / package / "csrc").iterdir()} == {".cpp", ".h"}
 
 
 def test_the_library_brings_no_threads_of_its_own(tmp_path: Path) -> None:
     if shutil.which("readelf") is None:
         pytest.skip("readelf is not installed")
-    path = build_library("generic", cache_dir=tmp_path)
+    path = build_library(ATTENTION_SOURCE, "generic", cache_dir=tmp_path)
     needed = subprocess.run(["readelf", "-d", path], capture_output=True, text=True, check=True)
     assert "gomp" not in needed.stdout
     assert "libomp" not in needed.stdout

@@ -10,10 +10,15 @@ import torch
 
 from attention import AttentionSpec
 from attention.native_backend import NativeBackend
-from attention.native_build import NativeBuildError, usable_levels, usable_library
+from attention.native_build import (
+    ATTENTION_SOURCE,
+    NativeBuildError,
+    usable_levels,
+    usable_library,
+)
 
 try:
-    usable_library(usable_levels()[0])
+    usable_library(ATTENTION_SOURCE, usable_levels()[0])
 except NativeBuildError as error:
     pytest.skip(f"the native backend can't be built: {error}", allow_module_level=True)
 
@@ -34,7 +39,7 @@ def operator_args(step: Any, layer: int = 0) -> tuple[Any, ...]:
         plan.layers[layer],
         step.spec.scale,
         step.spec.windows[layer] or 0,
-        usable_library(usable_levels()[0]),
+        usable_library(ATTENTION_SOURCE, usable_levels()[0]),
     )
 
 
@@ -98,7 +103,7 @@ def test_compiled_layers_over_one_pool_equal_eager_ones(
             windows = tuple(window or 0 for window in spec.windows)
             rest = (
                 *(plan.slot_mapping, plan.block_tables, plan.layers),
-                *(spec.scale, windows, usable_library(usable_levels()[0])),
+                *(spec.scale, windows, usable_library(ATTENTION_SOURCE, usable_levels()[0])),
             )
             results.append(
                 function(step.query, step.key, step.value, step.cache.keys, step.cache.values, rest)

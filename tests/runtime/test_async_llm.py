@@ -461,7 +461,7 @@ def test_cache_salts_keep_tenants_apart_and_the_cache_can_be_reset(llm):
     ("arguments", "error", "text"),
     [
         ({"sampling_params": 3}, TypeError, "sampling_params is 3"),
-        ({"request_id": 5}, TypeError, "request_id=5 is not a string"),
+        ({"request_id": 5}, TypeError, "request_id=5 is of type int: give a string"),
         ({"request_id": b"a"}, TypeError, "request_id=b'a'"),
         ({"priority": 1.5}, TypeError, "priority=1.5"),
         ({"priority": True}, TypeError, "priority=True"),
@@ -469,7 +469,11 @@ def test_cache_salts_keep_tenants_apart_and_the_cache_can_be_reset(llm):
         ({"priority": 1}, InvalidRequestError, "priority=1 has no effect under policy='fcfs'"),
         ({"deadline": "soon"}, TypeError, "deadline='soon'"),
         ({"deadline": True}, TypeError, "deadline=True"),
-        ({"deadline": 0}, InvalidRequestError, "deadline=0 is not above 0"),
+        (
+            {"deadline": 0},
+            InvalidRequestError,
+            "deadline=0 is out of range: give a number more than 0",
+        ),
         ({"deadline": -1.0}, InvalidRequestError, "deadline=-1.0"),
         ({"deadline": float("nan")}, InvalidRequestError, "deadline=nan"),
     ],

@@ -55,9 +55,11 @@ def test_flash_attn_gets_its_block_size_and_full_graphs_of_decode(checkpoint):
 def test_the_built_library_is_kept_in_the_cache_directory(checkpoint, tmp_path, monkeypatch):
     built, usable_library = set(), native_backend.usable_library
 
-    def recording(level, cache_dir):
+    def recording(source, level, cache_dir):
         built.add(cache_dir)
-        return usable_library(level)  # the one that is there already: building takes seconds
+        return usable_library(
+            source, level
+        )  # the one that is there already: building takes seconds
 
     monkeypatch.setattr(native_backend, "usable_library", recording)
     monkeypatch.setenv("STEPGRAPH_CACHE_DIR", str(tmp_path))

@@ -31,12 +31,24 @@ def test_chat_answers_one_message_or_lines(checkpoint, capsys, monkeypatch):
     assert capsys.readouterr().err.count("tokens/s") == 2
 
 
+def test_stop_strings_and_penalties_are_flags_too(checkpoint, capsys):
+    arguments = ["generate", "abc", "--model", str(checkpoint("llama")), "--temperature", "0"]
+    arguments += ["--max-tokens", "9", "--min-tokens", "2", "--repetition-penalty", "1.2"]
+    assert main(arguments) == 0
+    assert "[9 tokens" in capsys.readouterr().err
+    stops = [flag for letter in map(chr, range(33, 127)) for flag in ("--stop", letter)]
+    assert main([*arguments, *stops, "--stop", "\N{REPLACEMENT CHARACTER}"]) == 0
+    assert "[3 tokens" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (["generate", "a", "--model", "no such thing"], "no such thing"),
         (["generate", "a", "--temperature", "hot"], "temperature"),
         (["generate", "a", "--top-p", "7"], "top_p"),
+        (["generate", "a", "--presence-penalty", "3"], "presence_penalty=3 "),
+        (["chat", "a", "--stop", "b", "--stop", ""], "stop[1]='' is empty"),
     ],
 )
 def test_refusals_are_one_line(arguments, text, capsys):

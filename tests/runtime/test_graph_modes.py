@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from attention.native_build import usable_levels
 from runtime import LLM, ConfigError, SamplingParams
 
 PROMPTS = [[(11 * i + j) % 250 for j in range(n)] for i, n in enumerate((1, 7, 16, 33, 60, 90))]
@@ -54,11 +55,17 @@ def test_steps_off_the_ladder_run_eagerly_and_are_counted(checkpoint):
     assert sum(bucket["steps"] for bucket in stats["buckets"]) == stats["num_steps"]
 
 
-def test_bfloat16_weights_stay_plain_under_graphs(checkpoint):
-    _, stats = run(
+def test_bfloat16_steps_under_graphs_use_packed_weights_too(checkpoint, caplog):
+    caplog.set_level("INFO", logger="stepgraph.runtime")
+    eager, _ = run(checkpoint("llama"), dtype="bfloat16")
+    graphs, stats = run(
         checkpoint("llama"), dtype="bfloat16", graph_mode="piecewise", capture_sizes=SIZES
     )
     assert (stats["dropped"], stats["falls"]) == ({}, {})
+    assert len({line for line in caplog.messages if line.startswith("weights packed")}) == 1
+    if "weights packed: yes" in caplog.messages and usable_levels()[0] != "amx":
+        # Neither padding nor what shares a step changes a row's products.
+        assert graphs == eager
 
 
 def test_the_default_ladder_covers_every_step(checkpoint):

@@ -9,15 +9,18 @@ import pytest
 import torch
 
 from runtime.input_batch import pack
+from runtime.logits_rules import make_logits_rules
 from runtime.row_table import RowTable
 from runtime.sampling_params import SamplingParams
 from runtime.staging import StagingBuffer
-from runtime.step import ScheduledBatch
+from runtime.step import ScheduledBatch, ScoringBatch
 
 CPU = torch.device("cpu")
 
 
-def scheduled(sequences, *, num_decodes, sampled, params=None, prompt_lens=None):
+def scheduled(
+    sequences, *, num_decodes, sampled, params=None, prompt_lens=None, end_token_ids=(), **fields
+):
     """A batch that admits all its sequences: (row, new token ids, computed, block table)."""
     rows = np.array([row for row, _, _, _ in sequences], dtype=np.int64)
     blocks = [
@@ -25,6 +28,11 @@ def scheduled(sequences, *, num_decodes, sampled, params=None, prompt_lens=None)
     ]
     new_blocks = np.array(blocks, dtype=np.int64).reshape(-1, 3)
     tokens = [token for _, ids, _, _ in sequences for token in ids]
+    params = params or [SamplingParams()] * len(rows)
+    rules = [
+        make_logits_rules(p, vocab_size=1000, end_token_ids=end_token_ids, tokenizer=None)
+        for p in params
+    ]
     return ScheduledBatch(
         step=0,
         rows=rows,
@@ -35,19 +43,21 @@ def scheduled(sequences, *, num_decodes, sampled, params=None, prompt_lens=None)
         sampled=np.array(sampled, dtype=np.int64),
         released_rows=np.empty(0, dtype=np.int64),
         admitted_rows=rows,
-        admitted_params=tuple(params or [SamplingParams()] * len(rows)),
+        admitted_params=tuple(params),
         admitted_seeds=np.arange(len(rows)).astype(np.uint64),
         admitted_num_prompt_tokens=np.array(prompt_lens or [1] * len(rows), dtype=np.int64),
         new_block_rows=new_blocks[:, 0],
         new_block_indices=new_blocks[:, 1],
         new_block_ids=new_blocks[:, 2],
+        admitted_rules=tuple(rules),
+        **{"admitted_token_ids": (None,) * len(rows), **fields},
     )
 
 
-def packed(batch, *, block_size=4, end_token_ids=()):
+def packed(batch, *, block_size=4):
     table = RowTable(max_num_seqs=8, max_blocks_per_seq=64, block_size=block_size)
     table.apply(batch)
-    return pack(table, batch, StagingBuffer(CPU), end_token_ids)
+    return pack(table, batch, StagingBuffer(CPU))
 
 
 def test_the_worked_example_to_the_digit():
@@ -147,14 +157,17 @@ def test_a_stage_that_no_running_row_uses_is_skipped():
 
     def flags(batch):
         table.apply(batch)
-        sampling = pack(table, batch, staging, (0,)).sampling
+        packed = pack(table, batch, staging)
+        sampling = packed.sampling
         flags = (sampling.all_greedy, sampling.max_top_k, sampling.any_top_p, sampling.any_min_p)
-        return (*flags, sampling.banned_rows is not None)
+        return (*flags, packed.logits is not None)
 
     greedy = [SamplingParams(temperature=0)]
     first = scheduled([plain], num_decodes=0, sampled=[0], params=greedy)
     assert flags(first) == (True, 0, False, False, False)
-    second = scheduled([(1, [1], 0, [2])], num_decodes=0, sampled=[0], params=[fancy])
+    second = scheduled(
+        [(1, [1], 0, [2])], num_decodes=0, sampled=[0], params=[fancy], end_token_ids=(0,)
+    )
     assert flags(second) == (False, 9, True, True, True)
     # The row is admitted anew although its release was never told, then told.
     assert flags(second) == (False, 9, True, True, True)
@@ -179,7 +192,7 @@ def test_draws_depend_on_seed_and_output_position_alone():
     assert one.sampling.uniforms[0] != two.sampling.uniforms[1]
 
 
-def test_end_tokens_are_banned_before_min_tokens():
+def test_end_tokens_are_forbidden_before_min_tokens():
     params = [
         SamplingParams(min_tokens=3, stop_token_ids=(7,)),
         SamplingParams(min_tokens=3, ignore_eos=True),
@@ -189,17 +202,85 @@ def test_end_tokens_are_banned_before_min_tokens():
 
     def banned(prompt_lens):
         batch = scheduled(
-            sequences, num_decodes=3, sampled=[0, 1, 2], params=params, prompt_lens=prompt_lens
+            sequences,
+            num_decodes=3,
+            sampled=[0, 1, 2],
+            params=params,
+            prompt_lens=prompt_lens,
+            end_token_ids=(0, 2),
         )
-        sampling = packed(batch, end_token_ids=(0, 2)).sampling
-        if sampling.banned_rows is None:
+        logits = packed(batch).logits
+        if logits is None:
             return []
-        return [
-            *zip(sampling.banned_rows.tolist(), sampling.banned_token_ids.tolist(), strict=True)
-        ]
+        assert torch.isneginf(logits.edit_values).all()
+        return [*zip(logits.edit_places.tolist(), logits.edit_ids.tolist(), strict=True)]
 
-    assert banned([2, 2, 2]) == [(0, 7), (0, 0), (0, 2)]
-    assert banned([1, 1, 1]) == [], "three outputs were made: nothing is banned any more"
+    assert banned([2, 2, 2]) == [(0, 0), (0, 2), (0, 7)]
+    assert banned([1, 1, 1]) == [], "three outputs were made: nothing is forbidden any more"
+
+
+def test_scored_rows_follow_the_sampled_ones():
+    scoring = ScoringBatch(
+        places=np.array([1, 2, 4]),
+        next_ids=np.array([26, 27, 32]),
+        rows=np.array([1, 2]),
+        counts=np.array([2, 1]),
+        num_top=3,
+    )
+    batch = packed(
+        scheduled(
+            [(0, [17], 6, [5, 2]), (1, [25, 26, 27], 4, [7, 9]), (2, [31, 32], 0, [3])],
+            num_decodes=1,
+            sampled=[0, 2],
+            scoring=scoring,
+        )
+    )
+    assert batch.logits_indices.tolist() == [0, 5, 1, 2, 4]
+    assert batch.scored_ids.tolist() == [26, 27, 32]
+    assert (batch.num_scored_logprobs, len(batch.sampling.temperature)) == (3, 2)
+
+
+def test_rows_that_want_logprobs_are_told_apart():
+    params = [SamplingParams(), SamplingParams(logprobs=2), SamplingParams(logprobs=5)]
+    sequences = [(row, [1], 3, [row + 1]) for row in range(3)]
+    batch = packed(scheduled(sequences, num_decodes=3, sampled=[0, 1, 2], params=params))
+    assert batch.logprobs_of.tolist() == batch.logprobs_of_cpu.tolist() == [1, 2]
+    assert batch.num_logprobs == 5
+    plain = packed(scheduled(sequences, num_decodes=3, sampled=[0, 1, 2]))
+    assert plain.logprobs_of is None
+    assert len(plain.logprobs_of_cpu) == plain.num_logprobs == 0
+
+
+def test_output_ids_are_followed_for_the_rows_whose_rules_need_them():
+    """Admitted with two outputs, whose prompt is computed again; then two decodes."""
+    keep = SamplingParams(logits_processors=[lambda ids, logits: logits])
+    table, staging = RowTable(8, 64, 4), StagingBuffer(CPU)
+
+    def step(tokens, computed, num_decodes, **fields):
+        batch = scheduled(
+            [(3, tokens, computed, [1, 2])],
+            num_decodes=num_decodes,
+            sampled=[0],
+            params=[keep],
+            prompt_lens=[3],
+            host_rows=np.array([0]),
+            **fields,
+        )
+        if not fields:
+            batch = dataclasses.replace(
+                batch, admitted_rows=np.empty(0, np.int64), admitted_params=(), admitted_rules=()
+            )
+        table.apply(batch)
+        (work,) = pack(table, batch, staging).logits.host_work
+        return work.output_ids
+
+    ids = np.array([10, 11, 12, 20, 21], dtype=np.int32)
+    assert step([12, 20, 21], 2, 0, admitted_token_ids=(ids,)) == (20, 21)
+    assert step([22], 5, 1) == (20, 21, 22)
+    assert step([22], 5, 1) == (20, 21, 22), "applying the same step twice changes nothing"
+    assert step([23], 6, 1) == (20, 21, 22, 23)
+    with pytest.raises(AssertionError, match="misses ids"):
+        step([29], 12, 1)
 
 
 def test_the_staging_buffer_grows_and_keeps_fields_apart():

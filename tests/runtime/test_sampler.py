@@ -55,7 +55,6 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 def make_batch(
     options: Sequence[Options],
     uniforms: Sequence[float] | np.ndarray | None = None,
-    banned: Sequence[tuple[int, int]] = (),
     device: str = "cpu",
 ) -> SamplingBatch:
     """A batch with the flags that the options call for."""
@@ -72,12 +71,9 @@ def make_batch(
         uniforms = stateless_uniforms(
             np.arange(len(options), dtype=np.uint64), np.zeros(len(options), dtype=np.int64)
         )
-    pairs = torch.tensor(list(banned), dtype=torch.int64, device=device).reshape(-1, 2)
     return SamplingBatch(
         **{name: torch.from_numpy(column).to(device) for name, column in columns.items()},
         uniforms=torch.from_numpy(np.array(uniforms, dtype=np.float32)).to(device),
-        banned_rows=pairs[:, 0] if banned else None,
-        banned_token_ids=pairs[:, 1] if banned else None,
         all_greedy=not columns["temperature"].any(),
         max_top_k=int(columns["top_k"].max(initial=0)),
         any_top_p=bool((columns["top_p"] < 1).any()),
@@ -98,12 +94,12 @@ def random_logits(n: int, vocab: int, seed: int = 0, scale: float = 3.0) -> torc
 def expected_probabilities(logits: torch.Tensor, options: Options) -> torch.Tensor:
     """[vocab] float64, by transformers' own processors; `logits` is one row."""
     processors = LogitsProcessorList([TemperatureLogitsWarper(options["temperature"])])
+    if "min_p" in options:
+        processors.append(MinPLogitsWarper(options["min_p"]))
     if options.get("top_k"):
         processors.append(TopKLogitsWarper(options["top_k"]))
     if "top_p" in options:
         processors.append(TopPLogitsWarper(options["top_p"]))
-    if "min_p" in options:
-        processors.append(MinPLogitsWarper(options["min_p"]))
     scores: torch.Tensor = processors(torch.zeros(1, 1, dtype=torch.int64), logits[None].clone())
     return scores.double().softmax(dim=-1)[0]
 
@@ -368,7 +364,7 @@ def test_flags_set_without_need_change_no_token(way: None) -> None:
     assert torch.equal(sample(logits, plain).token_ids, sample(logits, flagged).token_ids)
 
 
-# -- bad logits, bans, edges -----------------------------------------------------------------------
+# -- bad logits, edges -----------------------------------------------------------------------
 
 
 @BOTH_WAYS
@@ -395,18 +391,6 @@ def test_a_batch_of_only_bad_logits_gives_token_0_everywhere(way: None) -> None:
     sampled = sample(logits, make_batch([{}, {"top_p": 0.5}, {"temperature": 0.0}]))
     assert not sampled.is_valid.any()
     assert sampled.token_ids.tolist() == [0, 0, 0]
-
-
-@BOTH_WAYS
-def test_banned_tokens_are_not_drawn_in_their_row_only(way: None) -> None:
-    logits = torch.zeros(3, 4)
-    logits[:, 2] = 50.0
-    logits[:, 3] = 20.0
-    before = logits.clone()
-    options = [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 2}]
-    assert draw(logits, options) == [2, 2, 2]
-    assert draw(logits, options, banned=[(0, 2), (2, 2), (2, 2)]) == [3, 2, 3]
-    assert torch.equal(logits, before), "the caller's logits stay as they were"
 
 
 @BOTH_WAYS
@@ -451,7 +435,7 @@ def test_stages_that_no_row_uses_are_skipped(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("options", [MIXED_OPTIONS, [{"temperature": 0.0}] * 3], ids=["all", "0"])
 def test_a_device_is_never_asked_for_a_value(options: list[Options]) -> None:
     # Meta tensors have no values: item(), nonzero() and boolean indexing raise on them.
-    batch = make_batch(options, banned=[(0, 1)], device="meta")
+    batch = make_batch(options, device="meta")
     sampled = sample(torch.empty(len(options), 1000, device="meta"), batch)
     assert isinstance(sampled, SampledTokens)
     assert sampled.token_ids.shape == sampled.is_valid.shape == (len(options),)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 
 import pytest
 
-from runtime.errors import InvalidRequestError, NonFiniteLogitsError
+from runtime.errors import InvalidRequestError, LogitsProcessorError, NonFiniteLogitsError
 from runtime.sequence import SequenceStatus
 
 
@@ -364,6 +365,49 @@ def test_abort_waiting_running_and_in_flight(make_bench):
         assert (sequence.finish_reason, sequence.is_finished) == ("abort", True)
     assert len(bench.output(running)) == 2
     assert len(bench.output(last)) == 10
+
+
+def test_a_row_in_flight_is_free_only_when_its_step_has_ended(make_bench):
+    bench = make_bench(max_num_seqs=1)
+    sequence = bench.add(prompt(20), 10)
+    for end in (bench.scheduler.update, lambda batch, _: bench.scheduler.rollback(batch)):
+        batch = bench.schedule()
+        bench.scheduler.abort(sequence)
+        assert bench.scheduler._table.num_free_rows == 0
+        end(batch, bench.model.execute(batch))
+        assert bench.scheduler._table.num_free_rows == 1
+        sequence = bench.add(prompt(20), 10)
+    bench.run()
+
+
+def test_a_stop_string_ends_a_sequence_wherever_it_stands(make_bench):
+    bench = make_bench(max_num_seqs=2, budget=64)
+    running, finished, waiting = (bench.add(prompt(20, i), n) for i, n in enumerate((9, 1, 9)))
+    bench.step()
+    assert finished.finish_reason == "length"
+    for sequence in (running, finished, waiting):
+        bench.scheduler.stop(sequence, "END")
+        bench.scheduler.check_integrity()
+        assert (sequence.finish_reason, sequence.stop_reason) == ("stop", "END")
+        assert not sequence.is_ended_by_token
+    assert not bench.scheduler.has_unfinished
+    assert len(bench.output(running)) == len(bench.output(finished)) == 1
+
+
+def test_a_failed_logits_processor_is_told_from_bad_logits_and_spares_the_cache(make_bench):
+    bench = make_bench(block_size=4)
+    sequence = bench.add(prompt(20), 5)
+    batch = bench.schedule()
+    output = bench.model.execute(batch, invalid=frozenset({0}))
+    row = int(batch.rows[0])
+    output = dataclasses.replace(output, row_errors={row: "logits_processors[0] raised"})
+    (failed,) = bench.scheduler.update(batch, output).finished
+    assert failed is sequence
+    assert isinstance(sequence.error, LogitsProcessorError)
+    assert str(sequence.error) == "request r0, output token 0: logits_processors[0] raised"
+    again = bench.add(prompt(20), 2)
+    bench.run()
+    assert again.num_cached_tokens == 16
 
 
 def test_a_failed_step_loses_no_token_and_no_block(make_bench):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import threading
 import weakref
@@ -14,15 +15,18 @@ from runtime import model_runner as runner_module
 from runtime.engine import Engine, StepFailure
 from runtime.step_recovery import StepRecovery
 
-STAGES = ("apply", "pack", "plan", "forward", "logits", "sample")
+STAGES = ("apply", "admit", "pack", "plan", "forward", "logits", "sample")
+
+
+LOGPROBS = {"logprobs": 1, "prompt_logprobs": 0, "repetition_penalty": 1.2}
 
 
 class Broken(Exception):
     """What the tests' steps raise."""
 
 
-def greedy(max_tokens=8):
-    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+def greedy(max_tokens=8, **params):
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **params)
 
 
 def run(coroutine, seconds=60):
@@ -30,7 +34,12 @@ def run(coroutine, seconds=60):
 
 
 async def ids_of(stream):
-    return [output.outputs[0].token_ids async for output in stream][-1]
+    last = [output async for output in stream][-1]
+    (completion,) = last.outputs
+    if completion.logprobs is not None and completion.finish_reason == "length":
+        assert len(completion.logprobs) == len(completion.token_ids)
+        assert len(last.prompt_logprobs) == len(last.prompt_token_ids)
+    return completion.token_ids
 
 
 def break_stage(monkeypatch, engine, stage, is_broken):
@@ -45,32 +54,41 @@ def break_stage(monkeypatch, engine, stage, is_broken):
 
     def breaking(function):
         def call(*args, **kwargs):
-            result = None if stage == "apply" else function(*args, **kwargs)
+            before = stage in ("apply", "admit")
+            result = None if before else function(*args, **kwargs)
             if is_broken(list(current)):
                 raise Broken(stage)
-            return function(*args, **kwargs) if stage == "apply" else result
+            return function(*args, **kwargs) if before else result
 
         return call
 
     owner, name = {
         "apply": (runner._rows, "apply"),
+        "admit": (runner._sampler, "admit"),
         "pack": (runner_module, "pack"),
         "plan": (runner._graphs, "prepare"),
         "forward": (runner._graphs, "run"),
         "logits": (runner._model, "compute_logits"),
-        "sample": (runner_module, "sample"),
+        "sample": (runner._sampler, "draw"),
     }[stage]
     monkeypatch.setattr(runner, "execute", execute_noted)
     monkeypatch.setattr(owner, name, breaking(getattr(owner, name)))
 
 
 PROMPTS = {f"r{i}": [i + 1] * (3 + 5 * i) for i in range(9)}
+PARAMS = {
+    name: greedy(**options)
+    for name, options in zip(
+        PROMPTS, itertools.cycle([{}, {"frequency_penalty": 1.5}, LOGPROBS]), strict=False
+    )
+}
+"""Also such that keep something of the sequence on the device or beside it."""
 
 
 @pytest.fixture(scope="module")
 def expected(checkpoint):
     with LLM(checkpoint("llama"), max_model_len=256) as llm:
-        outputs = llm.generate(list(PROMPTS.values()), greedy(), use_tqdm=False)
+        outputs = llm.generate(list(PROMPTS.values()), list(PARAMS.values()), use_tqdm=False)
     return {name: o.outputs[0].token_ids for name, o in zip(PROMPTS, outputs, strict=True)}
 
 
@@ -86,7 +104,7 @@ async def generate_all(llm):
     streams, results = {}, {}
     for name, prompt in PROMPTS.items():
         try:
-            streams[name] = llm.generate(prompt, greedy(), name)
+            streams[name] = llm.generate(prompt, PARAMS[name], name)
         except EngineDeadError as error:
             results[name] = error
     for name, stream in streams.items():
@@ -132,7 +150,7 @@ def test_the_request_that_breaks_its_steps_ends_alone(llm, expected, monkeypatch
         assert isinstance(error.__cause__, Broken)
         assert results == {name: ids for name, ids in expected.items() if name != "r4"}
         await check_clean(llm)
-        assert await ids_of(llm.generate(PROMPTS["r4"], greedy(), "other")) == expected["r4"]
+        assert await ids_of(llm.generate(PROMPTS["r4"], PARAMS["r4"], "other")) == expected["r4"]
         assert llm.metrics().num_finished["error"] == 1
 
     run(main())
@@ -153,7 +171,9 @@ def test_a_request_that_breaks_late_keeps_what_was_read(llm, expected, monkeypat
 
     async def main():
         tokens = []
-        streams = {name: llm.generate(prompt, greedy(), name) for name, prompt in PROMPTS.items()}
+        streams = {
+            name: llm.generate(prompt, PARAMS[name], name) for name, prompt in PROMPTS.items()
+        }
         with pytest.raises(StepFailedError):
             async for output in streams.pop("r2"):
                 tokens = output.outputs[0].token_ids
@@ -204,7 +224,7 @@ def test_a_bad_request_on_an_idle_engine_does_not_kill_it_however_often_it_comes
             with pytest.raises(StepFailedError):
                 await ids_of(llm.generate("abc", greedy(), "bad"))
             await llm.check_health()
-        assert await ids_of(llm.generate(PROMPTS["r1"], greedy(), "r1")) == expected["r1"]
+        assert await ids_of(llm.generate(PROMPTS["r1"], PARAMS["r1"], "r1")) == expected["r1"]
         await check_clean(llm)
 
     run(main())
@@ -225,7 +245,7 @@ def test_what_comes_and_goes_during_the_search_is_served_or_ended(llm, expected,
         return True
 
     def come_and_go():
-        extra["late"] = llm.generate(PROMPTS["r1"], greedy(), "late")
+        extra["late"] = llm.generate(PROMPTS["r1"], PARAMS["r1"], "late")
         extra["ended"] = llm.generate(PROMPTS["r1"], greedy(), "ended", deadline=1e-6)
         for name in ("r0", "r5"):
             llm._thread.cancel(llm._thread.find(name))

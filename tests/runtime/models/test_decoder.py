@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,8 +17,8 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from runtime.models import decoder as decoder_module
-from runtime.models.decoder import rms_norm
+from runtime.models import PLAIN_REGIONS
+from runtime.models.decoder import between, rms_norm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -234,22 +235,20 @@ def test_logits_are_float32_whatever_the_weights_are(
 
 
 def test_region_between_attentions_compiles_once_for_all_layers_and_token_counts(
-    make_checkpoint: Callable[..., PreTrainedModel],
-    load: Callable[..., Decoder],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    make_checkpoint: Callable[..., PreTrainedModel], load: Callable[..., Decoder], tmp_path: Path
 ) -> None:
     make_checkpoint(Qwen3Config, num_hidden_layers=4, head_dim=16)
     decoder = load(tmp_path)
     torch._dynamo.reset()
     counter = CompileCounter()
-    compiled = torch.compile(decoder_module.between, backend=counter, dynamic=True, fullgraph=True)
-    monkeypatch.setattr(decoder_module, "between", compiled)
+    compiled = torch.compile(between, backend=counter, dynamic=True, fullgraph=True)
+    regions = dataclasses.replace(PLAIN_REGIONS, between=compiled)
     for count in (40, 1, 7, 33, 2, 1, 128):
         decoder(
             torch.zeros(count, dtype=torch.long),
             torch.arange(count),
             lambda layer, query, key, value: query.contiguous(),
+            regions,
         )
     torch._dynamo.reset()
     assert counter.frame_count == 2  # one token, and any number

@@ -1,56 +1,184 @@
-"""Prepacked weights: the same numbers as plain ones, only where the CPU can."""
+"""Packed weights: the plain ones' products within one rounding, at each level of instructions."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from runtime.models import load_decoder, load_decoder_config, prepack_refusal
-from runtime.models.linear import linear, prepack
+from attention.native_build import LEVELS, NativeBuildError, find_compiler, usable_levels
+from graphs.host_graph import HostGraphPool
+from runtime.models import pack_refusal
+from runtime.models.linear import linear, pack, packed_bytes
 
 CPU = torch.device("cpu")
-needs_packing = pytest.mark.skipif(
-    prepack_refusal(torch.bfloat16, CPU) is not None,
-    reason=f"weights can't be prepacked: {prepack_refusal(torch.bfloat16, CPU)}",
+BFLOAT16 = torch.bfloat16
+try:
+    find_compiler()
+except NativeBuildError as error:
+    pytest.skip(str(error), allow_module_level=True)
+if pack_refusal(BFLOAT16, CPU) is not None:
+    pytest.skip(str(pack_refusal(BFLOAT16, CPU)), allow_module_level=True)
+
+# The library that hands blocks to oneDNN's matrix kernel runs wherever that multiplies bfloat16.
+RUNNABLE = [
+    level.name
+    for level in LEVELS
+    if level.name in usable_levels() or (level.name == "amx" and "avx512_bf16" in usable_levels())
+]
+OPERATOR = torch.ops.stepgraph.packed_linear.default
+
+
+def random_case(num_rows, num_inputs, num_outputs, has_bias):
+    generator = torch.Generator().manual_seed(num_rows + num_inputs)
+    x = torch.randn(num_rows, num_inputs, generator=generator).bfloat16()
+    weight = torch.randn(num_outputs, num_inputs, generator=generator).bfloat16()
+    bias = torch.randn(num_outputs, generator=generator).bfloat16() if has_bias else None
+    return x, weight, bias
+
+
+def assert_right(actual, x, weight, bias):
+    """Within one rounding to bfloat16 of the product in float64, and float32's sums' error."""
+    assert actual.dtype == BFLOAT16
+    exact = x.double() @ weight.double().T
+    if bias is not None:
+        exact = exact + bias.double()
+    spread = (x.double().abs() @ weight.double().abs().T) * 2**-20
+    error = (actual.double() - exact).abs()
+    assert bool((error <= exact.abs() * 2**-8 + spread).all())
+
+
+@pytest.mark.parametrize("level", RUNNABLE)
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 12, 13, 31, 32, 33, 100])
+@pytest.mark.parametrize(
+    ("num_inputs", "num_outputs", "has_bias"),
+    [(64, 96, False), (63, 100, True), (576, 320, True), (1, 1, True), (2, 33, False)],
 )
+def test_products_are_right(level, num_rows, num_inputs, num_outputs, has_bias):
+    x, weight, bias = random_case(num_rows, num_inputs, num_outputs, has_bias)
+    actual = linear(x, pack(weight, level=level), bias)
+    assert actual.shape == (num_rows, num_outputs)
+    assert_right(actual, x, weight, bias)
 
 
-def test_only_bfloat16_on_a_cpu_is_prepacked():
-    assert "float32 is not bfloat16" in prepack_refusal(torch.float32, CPU)
-    assert "cuda is not a CPU" in prepack_refusal(torch.bfloat16, torch.device("cuda"))
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_products_are_the_same_for_any_number_of_threads(num_threads):
+    x, weight, _ = random_case(40, 576, 960, False)
+    packed = pack(weight)
+    expected = linear(x, packed)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(num_threads)
+        assert torch.equal(linear(x, packed), expected)
+    finally:
+        torch.set_num_threads(before)
 
 
-@needs_packing
-@pytest.mark.parametrize("num_rows", [1, 2, 17, 130])
+@pytest.mark.parametrize("level", [level for level in RUNNABLE if level != "amx"])
+def test_a_row_gives_the_same_alone_and_among_any_others(level):
+    x, weight, bias = random_case(130, 576, 160, True)
+    packed = pack(weight, level=level)
+    batch = linear(x, packed, bias)
+    for first, last in ((0, 1), (5, 7), (17, 30), (60, 100), (129, 130)):
+        assert torch.equal(linear(x[first:last], packed, bias), batch[first:last])
+
+
+@pytest.mark.parametrize("view", ["rows", "columns", "transposed", "slice of a projection"])
+def test_strided_rows_are_read_right(view):
+    x, weight, _ = random_case(64, 64, 96, False)
+    strided = {
+        "rows": x[::3],
+        "columns": x.repeat_interleave(2, dim=1)[:, ::2],
+        "transposed": x.T.contiguous().T,
+        "slice of a projection": torch.cat([x, x, x], dim=1)[:, 64:128],
+    }[view]
+    assert not strided.is_contiguous()
+    assert_right(linear(strided, pack(weight)), strided, weight, None)
+
+
+def test_packing_takes_views_and_given_memory():
+    _, weight, _ = random_case(1, 50, 70, False)
+    memory = torch.full((packed_bytes(weight),), 255, dtype=torch.uint8)
+    packed = pack(weight.T.contiguous().T, memory=memory)
+    assert packed.panels.data_ptr() == memory.data_ptr()
+    x = torch.randn(3, 50).bfloat16()
+    assert torch.equal(linear(x, packed), linear(x, pack(weight)))
+
+
+def test_each_weight_lies_where_the_layout_says():
+    weight = torch.arange(40 * 6).view(40, 6).bfloat16()
+    panels = pack(weight).panels
+    assert panels.shape == (2, 3, 32, 2)
+    for output, inputs in enumerate(weight):
+        for index, value in enumerate(inputs):
+            assert panels[output // 32, index // 2, output % 32, index % 2] == value
+    assert not panels[1, :, 8:].any()
+
+
+def test_a_weight_rewritten_in_place_is_the_new_one():
+    x, weight, _ = random_case(2, 64, 96, False)
+    memory = torch.empty(packed_bytes(weight), dtype=torch.uint8)
+    packed = pack(torch.zeros_like(weight), memory=memory)
+    assert not linear(x, packed).any()
+    pack(weight, memory=memory)
+    assert_right(linear(x, packed), x, weight, None)
+
+
+def test_no_rows_give_no_rows():
+    assert linear(torch.empty(0, 64).bfloat16(), pack(torch.ones(96, 64).bfloat16())).shape == (
+        *(0, 96),
+    )
+
+
+def test_infinities_and_nan_are_kept():
+    weight = torch.eye(32, dtype=BFLOAT16)
+    x = torch.zeros(2, 32, dtype=BFLOAT16)
+    x[0, 3], x[1, 5] = float("inf"), float("nan")
+    result = linear(x, pack(weight))
+    assert torch.equal(result.isnan(), F.linear(x, weight).isnan())
+
+
+def test_plain_weights_are_multiplied_by_torch():
+    x, weight, bias = torch.randn(3, 8), torch.randn(5, 8), torch.randn(5)
+    assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
+
+
+def test_only_bfloat16_on_a_cpu_is_packed():
+    assert "float32 is not bfloat16" in pack_refusal(torch.float32, CPU)
+    assert "cuda is not a CPU" in pack_refusal(BFLOAT16, torch.device("cuda"))
+
+
+def test_without_a_compiler_the_reason_is_given(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    reason = pack_refusal(BFLOAT16, CPU, cache_dir=tmp_path)
+    assert reason == "the C++ compiler that CXX names, 'no-such-compiler', was not found"
+
+
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_a_prepacked_weight_gives_the_plain_ones_product(num_rows, has_bias):
-    torch.manual_seed(num_rows)
-    x = torch.randn(num_rows, 96).bfloat16()
-    weight = torch.randn(200, 96).bfloat16()
-    bias = torch.randn(200).bfloat16() if has_bias else None
-    torch.testing.assert_close(
-        linear(x, prepack(weight), bias), linear(x, weight, bias), rtol=2**-7, atol=2**-6
-    )
+def test_the_operator_keeps_its_contract(has_bias):
+    x, weight, bias = random_case(5, 64, 100, has_bias)
+    packed = pack(weight)
+    torch.library.opcheck(OPERATOR, (x, packed.panels, bias, 100, packed.library))
 
 
-@needs_packing
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_a_prepacked_decoder_gives_the_plain_ones_logits(checkpoint, family):
-    path = checkpoint(family)
-    config = load_decoder_config(path)
-    plain, packed = (load_decoder(config, path, dtype=torch.bfloat16, device=CPU) for _ in range(2))
-    packed.prepack()
-    assert all(layer.qkv_weight.is_mkldnn for layer in packed.layers)
-    ids, positions = torch.arange(20, dtype=torch.int32), torch.arange(20)
+def test_it_is_one_call_of_compiled_code_for_any_number_of_rows():
+    packed = pack(torch.randn(96, 64).bfloat16())
 
-    def logits(decoder):
-        def attend(layer, query, key, value):
-            return query.contiguous()
+    def function(x):
+        return linear(x * 2, packed).float() + 1
 
-        with torch.inference_mode():
-            return decoder.compute_logits(decoder(ids, positions, attend))
+    compiled = torch.compile(function, dynamic=True, fullgraph=True, backend="aot_eager")
+    for num_rows in (9, 1, 40):
+        x = torch.randn(num_rows, 64).bfloat16()
+        assert torch.equal(compiled(x), function(x))
 
-    expected = logits(plain)
-    torch.testing.assert_close(
-        logits(packed), expected, rtol=0, atol=0.03 * float(expected.abs().max())
-    )
+
+def test_a_captured_graph_multiplies_what_lies_in_its_inputs():
+    packed = pack(torch.randn(96, 64).bfloat16())
+    x = torch.randn(4, 64).bfloat16()
+    graph = HostGraphPool().new_graph()
+    result = graph.capture(lambda x: linear(x, packed), (x,))
+    for _ in range(2):
+        x.copy_(torch.randn(4, 64))
+        graph.replay()
+        assert torch.equal(result, linear(x, packed))

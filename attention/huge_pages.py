@@ -1,0 +1,48 @@
+"""Memory of the CPU in huge pages.
+
+A CPU that reads memory in pages of 4 KB waits for page walks, and under virtualisation for nested
+ones; with pages of 2 MB it hardly does. Linux gives them to private anonymous memory that is
+advised so before it is touched, unless the system forbids it (see
+/sys/kernel/mm/transparent_hugepage/enabled).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from pathlib import Path
+
+import torch
+
+HUGE_PAGE_BYTES = 2 << 20
+
+
+def empty_in_huge_pages(num_bytes: int) -> torch.Tensor:
+    """Memory [num_bytes] uint8 that begins at a huge page, zero until it is written."""
+    mapping = mmap.mmap(
+        -1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages: ordinary ones serve
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(mapping, dtype=torch.uint8)  # keeps the mapping
+    start = -whole.data_ptr() % HUGE_PAGE_BYTES
+    return whole[start : start + num_bytes]
+
+
+def huge_page_share(memory: torch.Tensor) -> float | None:
+    """Share of written memory of empty_in_huge_pages that lies in huge pages; None where the
+    system doesn't say."""
+    try:
+        lines = Path("/proc/self/smaps").read_text().splitlines()
+    except OSError:
+        return None
+    inside = False
+    for line in lines:
+        name, *values = line.split()
+        if not name.endswith(":"):  # the range that the next lines are about
+            start, end = (int(address, 16) for address in name.split("-"))
+            inside = start <= memory.data_ptr() < end
+        elif inside and name == "AnonHugePages:":
+            return min(1.0, int(values[0]) * 1024 / memory.nbytes)
+    return None

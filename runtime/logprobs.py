@@ -1,0 +1,116 @@
+"""Log-probabilities on the host: of one step, and of one sequence as they come in."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .outputs import Logprob
+
+if TYPE_CHECKING:
+    from .sequence import Sequence
+    from .step import ScheduledBatch, StepOutput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobsOutput:
+    """Log-probabilities of n tokens, each with its likeliest rivals. Host memory."""
+
+    token_ids: np.ndarray
+    """[n, 1 + k] int32: the token itself, then the k likeliest ones in falling order."""
+    logprobs: np.ndarray
+    """[n, 1 + k] float32, aligned with `token_ids`."""
+    ranks: np.ndarray
+    """[n] int32: how many tokens are as likely as the token itself or likelier, itself counted."""
+
+
+class LogprobsRecord:
+    """Log-probabilities of consecutive tokens of one sequence.
+
+    Args:
+        num_top: how many of the likeliest tokens to keep for each.
+    """
+
+    def __init__(self, num_top: int) -> None:
+        self.num_top = num_top
+        self._length = 0
+        self._parts: list[LogprobsOutput] = []
+        self._starts: list[int] = []
+
+    def __len__(self) -> int:
+        return self._length
+
+    def append(self, output: LogprobsOutput, start: int, end: int) -> None:
+        """Take in tokens `start` to `end` of a step's output."""
+        columns = self.num_top + 1
+        part = LogprobsOutput(
+            token_ids=output.token_ids[start:end, :columns].copy(),
+            logprobs=output.logprobs[start:end, :columns].copy(),
+            ranks=output.ranks[start:end].copy(),
+        )
+        self._parts.append(part)
+        self._starts.append(self._length)
+        self._length += end - start
+
+    def as_dicts(
+        self, text_of: Callable[[int], str] | None, start: int = 0, stop: int | None = None
+    ) -> list[dict[int, Logprob]]:
+        """One mapping of token id to `Logprob` for each token; the token itself comes first.
+
+        Args:
+            text_of: text of a token id; None: no texts.
+            start: only from that token on, which is where an `append` began.
+            stop: and only up to that token, where another began or will; None: all.
+        """
+        first = bisect.bisect_left(self._starts, start)
+        last = None if stop is None else bisect.bisect_left(self._starts, stop)
+        dicts = []
+        for part in self._parts[first:last]:
+            columns = (part.token_ids.tolist(), part.logprobs.tolist(), part.ranks.tolist())
+            for ids, values, rank in zip(*columns, strict=True):
+                # A token that is among the likeliest has its rank there, ties in their order.
+                ranks = [rank, *range(1, len(ids))]
+                dicts.append(
+                    {
+                        id_: Logprob(
+                            logprob=value,
+                            rank=own_rank,
+                            decoded_token=None if text_of is None else text_of(id_),
+                        )
+                        for id_, value, own_rank in zip(ids, values, ranks, strict=True)
+                    }
+                )
+        return dicts
+
+
+def record_logprobs(
+    sequences: list[Sequence | None], scheduled: ScheduledBatch, output: StepOutput
+) -> None:
+    """Hand a step's log-probabilities to the sequences that wanted them.
+
+    Args:
+        sequences: by row; None where the sequence has left since.
+        scheduled: the step.
+        output: what it gave.
+    """
+    if output.logprobs is not None:
+        places = output.logprobs_of
+        rows = scheduled.rows[scheduled.sampled[places]]
+        for i, row in enumerate(rows.tolist()):
+            sequence = sequences[row]
+            if sequence is not None and output.is_valid[places[i]]:
+                assert sequence.logprobs is not None, f"{sequence.request_id} wants none"
+                sequence.logprobs.append(output.logprobs, i, i + 1)
+    if output.prompt_logprobs is not None and scheduled.scoring is not None:
+        start = 0
+        pairs = zip(scheduled.scoring.rows.tolist(), scheduled.scoring.counts.tolist(), strict=True)
+        for row, count in pairs:
+            sequence = sequences[row]
+            if sequence is not None:
+                assert sequence.prompt_logprobs is not None, f"{sequence.request_id} wants none"
+                sequence.prompt_logprobs.append(output.prompt_logprobs, start, start + count)
+            start += count

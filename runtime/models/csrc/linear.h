@@ -1,0 +1,67 @@
+// One product as a phase of tasks, and what becomes of its sums.
+#pragma once
+
+#include "panels.h"
+#include "rows.h"
+#include "threads.h"
+
+namespace stepgraph {
+
+struct Product {
+    Rows x;
+    Weight weight;
+    const uint16_t* bias;  // [weight.outputs]; null: none
+    int64_t num_rows;
+    int num_threads;
+
+    // The value of a vector of outputs, not yet rounded.
+    Floats value(const float* sums, int64_t output, int lanes) const {
+        const Floats sum = load<Floats>(sums);
+        return bias ? sum + load_bfloats(bias + output, lanes) : sum;
+    }
+};
+
+// Calls use(row, output, value, lanes) for each vector of outputs.
+template <class Use>
+void add_product(Phases& phases, const Product& product, const Use& use) {
+    const Weight& weight = product.weight;
+    const Grid grid(product.num_rows, weight.num_panels(), product.num_threads);
+    phases.add(grid.num_tasks(), [=](int task) {
+        const Block block(grid, task);
+        Sums sums;
+        block.multiply(product.x, product.weight, 0, sums);
+        const int64_t output = int64_t{block.first_panel} * kPanel;
+        const int64_t count =
+            std::min<int64_t>(block.num_panels * kPanel, product.weight.outputs - output);
+        for (int row = 0; row < block.num_rows; ++row) {
+            for_vectors(count, [&](int64_t i, int lanes) {
+                const Floats value = product.value(sums.row(row) + i, output + i, lanes);
+                use(block.first_row + row, output + i, value, lanes);
+            });
+        }
+    });
+}
+
+// Everything is 64 bits wide, since the caller writes it as one array of integers.
+struct LinearCall {
+    int64_t num_threads, num_rows, inputs, outputs, x_stride;
+    const uint16_t* x;       // [num_rows, inputs], inputs even
+    const uint32_t* weight;  // packed
+    const uint16_t* bias;
+    uint16_t* out;  // [num_rows, outputs], contiguous
+};
+
+inline void run_linear(const LinearCall& call) {
+    Phases phases;
+    const Product product{
+        {call.x, call.x_stride}, {call.weight, call.inputs / 2, call.outputs}, call.bias,
+        call.num_rows, static_cast<int>(call.num_threads)};
+    uint16_t* out = call.out;
+    const int64_t stride = call.outputs;
+    add_product(phases, product, [=](int64_t row, int64_t output, Floats value, int lanes) {
+        store_bfloats(out + row * stride + output, value, lanes);
+    });
+    phases.run(product.num_threads, release_matrix_kernel);
+}
+
+}  // namespace stepgraph

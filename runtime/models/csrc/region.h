@@ -1,0 +1,154 @@
+// A decoder's work between two attention calls: the rest of one layer, then the next one's
+// projections. One team of threads does it all, in phases.
+#pragma once
+
+#include <vector>
+
+#include "linear.h"
+
+namespace stepgraph {
+
+// Everything is 64 bits wide, since the caller writes it as one array of integers. Tensors are
+// bfloat16, and contiguous except for attended's rows; weights are packed; a bias may be null.
+struct RegionCall {
+    int64_t num_threads, num_rows, hidden, inner;
+    int64_t attended_width, attended_stride, qkv_width, head_dim, num_rotated_heads;
+    double eps;
+    const uint16_t* attended;  // [num_rows, attended_width]; null: there is no layer to finish
+    const uint16_t* residual;  // [num_rows, hidden]
+    const uint32_t* o_weight;
+    const uint16_t *o_bias, *post_norm;
+    const uint32_t* gate_up_weight;  // gate, then up
+    const uint16_t* gate_up_bias;
+    const uint32_t* down_weight;
+    const uint16_t *down_bias, *norm;
+    const uint32_t* qkv_weight;          // null: the result is the normalized rows
+    const uint16_t *qkv_bias, *qk_norm;  // qk_norm: [num_rotated_heads, head_dim], or null
+    const uint16_t *cos, *sin;           // [num_rows, head_dim]
+    uint16_t* new_residual;  // [num_rows, hidden]; not written if there is no layer to finish
+    uint16_t* out;           // [num_rows, qkv_width or hidden]
+};
+
+class Region {
+public:
+    // scratch is used until the region has run.
+    Region(const RegionCall& call, std::vector<uint16_t>& scratch) : call_(call) {
+        const std::size_t needed = call.num_rows * (call.hidden + call.inner);
+        if (scratch.size() < needed) scratch.resize(needed);
+        normed_ = scratch.data();
+        activated_ = normed_ + call.num_rows * call.hidden;
+        if (call.attended) add_finish();
+        const uint16_t* residual = call.attended ? call.new_residual : call.residual;
+        add_norm(residual, call.norm, call.qkv_weight ? normed_ : call.out);
+        if (call.qkv_weight) add_projections();
+    }
+
+    void run() { phases_.run(static_cast<int>(call_.num_threads), release_matrix_kernel); }
+
+private:
+    static constexpr int kRowsPerTask = 4;
+
+    Product product(
+        const uint16_t* x, int64_t inputs, int64_t stride, const uint32_t* weight, int64_t outputs,
+        const uint16_t* bias) const {
+        return {
+            {x, stride}, {weight, inputs / 2, outputs}, bias, call_.num_rows,
+            static_cast<int>(call_.num_threads)};
+    }
+
+    void add_finish() {
+        const RegionCall& call = call_;
+        add_residual(
+            product(
+                call.attended, call.attended_width, call.attended_stride, call.o_weight,
+                call.hidden, call.o_bias),
+            call.residual);
+        add_norm(call.new_residual, call.post_norm, normed_);
+        add_activation(product(
+            normed_, call.hidden, call.hidden, call.gate_up_weight, 2 * call.inner,
+            call.gate_up_bias));
+        add_residual(
+            product(
+                activated_, call.inner, call.inner, call.down_weight, call.hidden, call.down_bias),
+            call.new_residual);
+    }
+
+    void add_residual(const Product& product, const uint16_t* residual) {
+        uint16_t* target = call_.new_residual;
+        const int64_t stride = call_.hidden;
+        add_product(phases_, product, [=](int64_t row, int64_t i, Floats value, int lanes) {
+            const int64_t at = row * stride + i;
+            store_bfloats(
+                target + at, load_bfloats(residual + at, lanes) + rounded(value), lanes);
+        });
+    }
+
+    void add_norm(const uint16_t* source, const uint16_t* weight, uint16_t* target) {
+        add_rows([=](int64_t row) {
+            const int64_t at = row * call_.hidden;
+            normalize(
+                source + at, weight, call_.hidden, static_cast<float>(call_.eps), target + at);
+        });
+    }
+
+    // silu(gate) * up, of the same columns in one task.
+    void add_activation(const Product& product) {
+        const int64_t panels = call_.inner / kPanel;
+        const Grid grid(product.num_rows, panels, product.num_threads);
+        phases_.add(grid.num_tasks(), [=](int task) {
+            const Block block(grid, task);
+            Sums gates, ups;
+            block.multiply(product.x, product.weight, 0, gates);
+            block.multiply(product.x, product.weight, panels, ups);
+            const int64_t output = int64_t{block.first_panel} * kPanel;
+            for (int row = 0; row < block.num_rows; ++row) {
+                uint16_t* target = activated_ + (block.first_row + row) * call_.inner + output;
+                for_vectors(block.num_panels * kPanel, [&](int64_t i, int lanes) {
+                    const Floats gate = product.value(gates.row(row) + i, output + i, lanes);
+                    const Floats up =
+                        product.value(ups.row(row) + i, call_.inner + output + i, lanes);
+                    store_bfloats(target + i, rounded(silu(rounded(gate))) * rounded(up));
+                });
+            }
+        });
+    }
+
+    void add_projections() {
+        uint16_t* out = call_.out;
+        const int64_t stride = call_.qkv_width;
+        add_product(
+            phases_,
+            product(normed_, call_.hidden, call_.hidden, call_.qkv_weight, stride, call_.qkv_bias),
+            [=](int64_t row, int64_t i, Floats value, int lanes) {
+                store_bfloats(out + row * stride + i, value, lanes);
+            });
+        add_rows([this](int64_t row) {
+            const int64_t size = call_.head_dim;
+            uint16_t* head = call_.out + row * call_.qkv_width;
+            for (int64_t index = 0; index < call_.num_rotated_heads; ++index, head += size) {
+                if (call_.qk_norm) {
+                    const uint16_t* weight = call_.qk_norm + index * size;
+                    normalize(head, weight, size, static_cast<float>(call_.eps), head);
+                }
+                rotate(head, call_.cos + row * size, call_.sin + row * size, size / 2);
+            }
+        });
+    }
+
+    template <class Function>
+    void add_rows(const Function& function) {
+        const int64_t num_rows = call_.num_rows;
+        const int num_tasks = static_cast<int>((num_rows + kRowsPerTask - 1) / kRowsPerTask);
+        phases_.add(num_tasks, [=](int task) {
+            const int64_t first = int64_t{task} * kRowsPerTask;
+            const int64_t last = std::min(first + kRowsPerTask, num_rows);
+            for (int64_t row = first; row < last; ++row) function(row);
+        });
+    }
+
+    const RegionCall& call_;
+    uint16_t *normed_, *activated_;  // [num_rows, hidden], [num_rows, inner]
+    Phases phases_;
+};
+
+}  // namespace stepgraph

@@ -1,0 +1,194 @@
+"""From hidden states to the next tokens, and the log-probabilities that were asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from .input_batch import InputBatch
+from .logits_batch import LogitsBatch, apply_rules, run_processors
+from .logprobs import LogprobsOutput
+from .sampler import SampledTokens, sample
+from .step import ScheduledBatch, StepOutput
+from .token_counts import TokenCounts
+
+ComputeLogits = Callable[[torch.Tensor], torch.Tensor]
+"""[n, hidden_size] hidden states to [n, vocab] float32 logits."""
+
+_SCORED_ROWS = 64
+"""Prompt rows whose logits exist at one time: a prompt's, all at once, could fill the memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceLogprobsOutput:
+    """`LogprobsOutput` before it is copied: the same tensors, on the device."""
+
+    token_ids: torch.Tensor
+    """[n, 1 + k] int32."""
+    logprobs: torch.Tensor
+    """[n, 1 + k] float32."""
+    ranks: torch.Tensor
+    """[n] int32."""
+
+    def to_host(self) -> LogprobsOutput:
+        """A copy for the host, which waits for it."""
+        # sync: once a step, beside that for the ids
+        return LogprobsOutput(
+            token_ids=self.token_ids.cpu().numpy(),
+            logprobs=self.logprobs.cpu().numpy(),
+            ranks=self.ranks.cpu().numpy(),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawOutput:
+    """What a step drew. Still on the device, and not waited for unless a processor had to run."""
+
+    sampled: SampledTokens
+    """Of the n rows whose next token is wanted."""
+    row_errors: dict[int, str] = field(default_factory=dict)
+    """As in `StepOutput`."""
+    logprobs: DeviceLogprobsOutput | None = None
+    """Of the rows that want theirs."""
+    prompt_logprobs: DeviceLogprobsOutput | None = None
+    """Of the prompt tokens that are scored."""
+
+
+class TokenSampler:
+    """Draws the tokens of each step. Owns the counts that penalties need.
+
+    Args:
+        max_num_seqs: rows of the tables.
+        vocab_size: tokens of the model.
+        device: where the logits are.
+    """
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+        self._max_num_seqs = max_num_seqs
+        self._vocab_size = vocab_size
+        self._device = device
+        self._counts: TokenCounts | None = None
+
+    @torch.inference_mode()
+    def admit(self, scheduled: ScheduledBatch) -> None:
+        """Count the tokens of admitted sequences that have penalties."""
+        if not scheduled.admitted_rules:
+            return
+        columns = (scheduled.admitted_rules, scheduled.admitted_token_ids)
+        rows = scheduled.admitted_rows.tolist()
+        lengths = scheduled.admitted_num_prompt_tokens.tolist()
+        for row, num_prompt, rules, token_ids in zip(rows, lengths, *columns, strict=True):
+            if rules is not None and rules.has_penalties:
+                assert token_ids is not None, f"row {row} came without its tokens"
+                self._own_counts().reset(row, token_ids[:num_prompt], token_ids[num_prompt:])
+
+    @torch.inference_mode()
+    def draw(
+        self, compute_logits: ComputeLogits, hidden: torch.Tensor, batch: InputBatch
+    ) -> DrawOutput:
+        """Draw the step's tokens.
+
+        Args:
+            compute_logits: the model's head.
+            hidden: [num_sampled + num_scored, hidden_size], of `batch.logits_indices`.
+            batch: the step's inputs.
+        """
+        scored_ids, num_scored = batch.scored_ids, 0
+        if scored_ids is not None:
+            num_scored = len(scored_ids)
+            hidden, scored = hidden[: len(hidden) - num_scored], hidden[len(hidden) - num_scored :]
+        # Some kernels refuse a product without rows, as a step that only scores would have.
+        logits = compute_logits(hidden) if len(hidden) else self._no_logits()
+        changed, errors = logits, {}
+        if batch.logits is not None:
+            changed = logits.clone()  # log-probabilities are of the model's own
+            errors = self._change(changed, batch.logits)
+        sampled = sample(changed, batch.sampling)
+        if batch.logits is not None and batch.logits.penalties is not None:
+            self._own_counts().add(batch.logits.penalties, sampled.token_ids)
+        logprobs = prompt_logprobs = None
+        if batch.logprobs_of is not None:
+            wanted = batch.logprobs_of
+            logprobs = gather_logprobs(
+                logits[wanted], sampled.token_ids[wanted], batch.num_logprobs
+            )
+        if scored_ids is not None:
+            prompt_logprobs = _score(compute_logits, scored, scored_ids, batch.num_scored_logprobs)
+        return DrawOutput(
+            sampled=sampled,
+            row_errors=errors,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def _change(self, logits: torch.Tensor, batch: LogitsBatch) -> dict[int, str]:
+        errors = run_processors(logits, batch) if batch.host_work else {}
+        apply_rules(logits, batch)
+        if batch.penalties is not None:
+            self._own_counts().penalise(logits, batch.penalties)
+        return errors
+
+    def _no_logits(self) -> torch.Tensor:
+        return torch.empty((0, self._vocab_size), dtype=torch.float32, device=self._device)
+
+    def _own_counts(self) -> TokenCounts:
+        if self._counts is None:
+            self._counts = TokenCounts(self._max_num_seqs, self._vocab_size, self._device)
+        return self._counts
+
+
+def to_step_output(drawn: DrawOutput, batch: InputBatch) -> StepOutput:
+    """The step's outcome on the host, which waits for the device here."""
+    sampled = drawn.sampled
+    token_ids = torch.where(sampled.is_valid, sampled.token_ids, -1)
+    ids = token_ids.cpu().numpy()  # sync: the scheduler needs the ids to go on
+    if drawn.logprobs is None and drawn.prompt_logprobs is None:
+        return StepOutput(token_ids=ids, is_valid=ids >= 0, row_errors=drawn.row_errors)
+    return StepOutput(
+        token_ids=ids,
+        is_valid=ids >= 0,
+        row_errors=drawn.row_errors,
+        logprobs=None if drawn.logprobs is None else drawn.logprobs.to_host(),
+        logprobs_of=batch.logprobs_of_cpu,
+        prompt_logprobs=None if drawn.prompt_logprobs is None else drawn.prompt_logprobs.to_host(),
+    )
+
+
+def gather_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
+) -> DeviceLogprobsOutput:
+    """Log-probabilities of one token a row and of the likeliest ones.
+
+    Args:
+        logits: [n, vocab] float32.
+        token_ids: [n] int64.
+        num_top: how many of the likeliest; at most the vocabulary.
+    """
+    logprobs = logits.log_softmax(dim=-1)
+    own_ids = token_ids[:, None]
+    own = logprobs.gather(-1, own_ids)
+    ranks = (logprobs >= own).sum(dim=-1)
+    top = logprobs.topk(min(num_top, logits.shape[-1]), dim=-1)
+    return DeviceLogprobsOutput(
+        token_ids=torch.cat([own_ids, top.indices], dim=-1).int(),
+        logprobs=torch.cat([own, top.values], dim=-1),
+        ranks=ranks.int(),
+    )
+
+
+def _score(
+    compute_logits: ComputeLogits, hidden: torch.Tensor, next_ids: torch.Tensor, num_top: int
+) -> DeviceLogprobsOutput:
+    parts = [
+        gather_logprobs(compute_logits(rows), ids, num_top)
+        for rows, ids in zip(
+            torch.split(hidden, _SCORED_ROWS), torch.split(next_ids, _SCORED_ROWS), strict=True
+        )
+    ]
+    return DeviceLogprobsOutput(
+        token_ids=torch.cat([part.token_ids for part in parts]),
+        logprobs=torch.cat([part.logprobs for part in parts]),
+        ranks=torch.cat([part.ranks for part in parts]),
+    )

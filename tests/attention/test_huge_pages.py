@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+
+from attention import huge_pages
+from attention.huge_pages import HUGE_PAGE_BYTES, empty_in_huge_pages, huge_page_share
+
+MODE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+ALLOWED = MODE.exists() and "[never]" not in MODE.read_text()
+
+
+@pytest.mark.parametrize("num_bytes", [1, 4096, HUGE_PAGE_BYTES, 3 * HUGE_PAGE_BYTES + 5])
+def test_memory_is_aligned_zero_and_writable(num_bytes: int) -> None:
+    memory = empty_in_huge_pages(num_bytes)
+    assert memory.shape == (num_bytes,)
+    assert memory.data_ptr() % HUGE_PAGE_BYTES == 0
+    assert not memory.any()
+    memory.fill_(7)
+    assert bool((memory == 7).all())
+
+
+def test_memory_lives_as_long_as_a_tensor_in_it() -> None:
+    part = empty_in_huge_pages(1 << 20)[1000:1004]
+    part.copy_(torch.tensor([1, 2, 3, 4], dtype=torch.uint8))
+    gc.collect()
+    assert part.tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.skipif(not ALLOWED, reason="the system gives no huge pages")
+def test_written_memory_lies_in_huge_pages() -> None:
+    memory = empty_in_huge_pages(8 * HUGE_PAGE_BYTES)
+    assert huge_page_share(memory) == 0
+    memory.fill_(1)
+    assert (huge_page_share(memory) or 0) > 0.5
+
+
+def test_the_share_of_other_memory_is_none_or_zero(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = tmp_path / "smaps"
+    monkeypatch.setattr(huge_pages, "Path", lambda _: missing)
+    assert huge_page_share(torch.zeros(10)) is None

@@ -34,6 +34,9 @@ def make_requests(seed):
             seed=rng.getrandbits(32),
             max_tokens=rng.randint(1, 24),
             ignore_eos=rng.random() < 0.8,
+            stop=rng.choice([[], [], ["e"], ["in", "o"]]),
+            logprobs=rng.choice([None, None, 2]),
+            frequency_penalty=rng.choice([0, 0, 0.5]),
             output_kind=rng.choice(list(RequestOutputKind)),
         )
         requests.append((prompt, params, rng.choice(ACTIONS), rng.randint(0, 6)))
@@ -59,6 +62,7 @@ async def read(stream, kind, stop_after=None):
             assert completion.text.startswith(text)
             assert completion.token_ids[: len(ids)] == ids
             text, ids = completion.text, completion.token_ids
+        assert completion.logprobs is None or len(completion.logprobs) == len(completion.token_ids)
         reason = completion.finish_reason
         assert output.finished == (reason is not None)
         count += 1
@@ -98,7 +102,7 @@ async def act(llm, request):
     return await read(stream, kind)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def expected(checkpoint):
     """By seed of the wave: text, ids and finish reason of each request, offline."""
     with LLM(checkpoint("llama"), **OPTIONS) as llm:
@@ -147,6 +151,7 @@ def test_500_streams_with_random_ends_are_complete_and_leave_nothing(checkpoint,
         assert metrics.prefix_cache_hits > 0
         assert sum(metrics.num_finished.values()) == 2 * NUM_STREAMS
         assert metrics.num_finished["abort"] > NUM_STREAMS // 10
+        assert metrics.num_finished["stop"] > 5
         await llm.shutdown()
 
     asyncio.run(asyncio.wait_for(main(), 180))

@@ -6,6 +6,7 @@ from .decode_graph import CapturablePlan, GraphSupport
 from .forward_model import ForwardModel
 from .graph import CaptureError, Graph, GraphPool
 from .graph_runner import GraphMode, GraphOptions, GraphRunner, PreparedStep
+from .region_compiler import RegionCompiler, RegionStatistics, compiler_refusal
 from .step_statistics import StepStatistics
 
 __all__ = [
@@ -21,6 +22,9 @@ __all__ = [
     "GraphSupport",
     "Launch",
     "PreparedStep",
+    "RegionCompiler",
+    "RegionStatistics",
     "StepStatistics",
     "TrialCapture",
+    "compiler_refusal",
 ]

@@ -9,6 +9,8 @@ One process, no server: the engine takes one step after the other, and requests 
 between them. Latencies count from the intended arrival. Each policy and rate has an engine of its
 own, warmed up with a few prompts; besides, the first --warmup requests don't count.
 
+--trace records the steps from --start-step on, of a run of one policy and rate: see step_tracer.py.
+
 --option max_num_seqs=64 sets an option of EngineConfig for all policies, and
 --option prefill_first:max_num_batched_tokens=4096 for one of them.
 """
@@ -22,13 +24,14 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from device_facts import DeviceSampler, software_facts
 from latency_report import Latencies, LatencyReport, LatencyTarget, report, table
 from plots import plot_runs
 from serving_driver import ServedRun, ServingDriver, warm_up
+from step_tracer import Kind, StepTracer
 from workload import (
     POLICIES,
     Arrivals,
@@ -85,6 +88,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--warmup", type=int, default=0, help="first requests that don't count")
     parser.add_argument("--ttft-target-ms", type=float, default=float("inf"), help="of goodput")
     parser.add_argument("--tpot-target-ms", type=float, default=float("inf"), help="of goodput")
+    parser.add_argument("--trace", choices=get_args(Kind), help="record some steps")
+    parser.add_argument("--start-step", type=int, default=100, help="first one recorded")
+    parser.add_argument("--num-steps", type=int, default=20, help="how many are recorded")
+    parser.add_argument("--trace-file", type=Path, help="of torch or steps: written there, JSON")
     parser.add_argument("--json", type=Path, help="write everything there")
     parser.add_argument("--plots", type=Path, help="a folder for PNG plots")
     return parser
@@ -115,9 +122,26 @@ def serve_once(
     start = time.monotonic()
     engine = make_engine(args, policy)
     start_seconds = time.monotonic() - start
-    driver = ServingDriver(engine, workload, num_warmup=args.warmup, temperature=args.temperature)
+    tracer = None
+    if args.trace:
+        tracer = StepTracer(
+            engine,
+            args.trace,
+            start_step=args.start_step,
+            num_steps=args.num_steps,
+            path=args.trace_file,
+        )
+    driver = ServingDriver(
+        engine,
+        workload,
+        num_warmup=args.warmup,
+        temperature=args.temperature,
+        on_batch=None if tracer is None else lambda batch, _: tracer.note_step(batch),
+    )
     with DeviceSampler() as sampler:
         run = driver.run()
+    if tracer is not None:
+        tracer.close()
     target = LatencyTarget(ttft=args.ttft_target_ms / 1e3, tpot=args.tpot_target_ms / 1e3)
     found = report(
         run.times, run.gaps, workload.num_prompt_tokens, num_warmup=args.warmup, target=target
@@ -150,6 +174,8 @@ def main() -> None:
     policies = args.compare.split(",")
     if unknown := [policy for policy in policies if policy not in POLICIES]:
         raise SystemExit(f"--compare: {unknown[0]!r} is none of {', '.join(POLICIES)}")
+    if args.trace and len(policies) * len(args.rate) > 1:
+        raise SystemExit("--trace records one run: give one policy and one rate")
     base = load_workload(args)
     kind: Arrivals = args.arrivals or "poisson"
     runs: dict[str, ServedRun] = {}

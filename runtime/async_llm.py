@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from . import value_checks as checks
 from .engine import Engine
-from .engine_thread import EngineThread, Submission
+from .engine_thread import EngineThread
 from .errors import EngineDeadError
 from .llm import LLM
 from .metrics import EngineMetrics
@@ -31,6 +31,7 @@ from .prompts import (
 )
 from .request_stream import Mailbox, RequestStream
 from .sampling_params import SamplingParams
+from .submission import Submission
 from .tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -190,9 +191,7 @@ class AsyncLLM:
         if drain:
             await asyncio.wait([asyncio.wrap_future(self._thread.drain())], timeout=timeout)
         self._thread.stop()
-        await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
-        self._encoder.shutdown(wait=False)
-        self._llm.close()
+        await asyncio.get_running_loop().run_in_executor(None, self._give_back)
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -205,6 +204,11 @@ class AsyncLLM:
     ) -> None:
         """Shut down: after draining, or at once if the body raised."""
         await self.shutdown(drain=exc_type is None)
+
+    def _give_back(self) -> None:
+        self._thread.join()
+        self._encoder.shutdown(wait=False)
+        self._llm.close()
 
     # -- inside -------------------------------------------------------------------------------
 

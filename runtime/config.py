@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import numbers
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +15,11 @@ import torch
 
 from attention import block_size_multiple, preferred_block_size
 from attention.metadata import MAX_BLOCK_SIZE
-from graphs import GraphMode
+from graphs import GraphMode, compiler_refusal
 from graphs.capture_sizes import CaptureLadders, CaptureSizes, parse_capture_sizes
 
 from . import model_source
+from .config_checks import max_logprobs, one_of, positive
 from .environment import read_environment
 from .errors import ConfigError
 from .resolved_config import LoadFormat, ResolvedConfig
@@ -27,6 +28,8 @@ from .step_cost import estimated_cost
 
 if TYPE_CHECKING:
     from .models import DecoderConfig
+
+logger = logging.getLogger("stepgraph.runtime")
 
 DTYPES = {
     "float32": torch.float32,
@@ -92,6 +95,10 @@ class EngineConfig:
     STEPGRAPH_LAZY_CAPTURE, else off."""
     bucket_fitting: bool = False
     """Shorten the last chunk of a step to a captured size where that saves time."""
+    compile: bool | None = None
+    """Compile what lies between two attention calls, by torch.compile, before the first request;
+    where no compiler is found a warning says so and layers run as they are. None:
+    STEPGRAPH_COMPILE, else True on CUDA and False on a CPU."""
     itl_target_ms: float | None = None
     """Longest gap that decoding sequences should see between two tokens, in milliseconds: prompts
     get what fits beside the decodes in steps of that length. None: what the budget leaves."""
@@ -110,23 +117,23 @@ class EngineConfig:
         for name in _COUNTS:
             value = getattr(self, name)
             if value is not None:
-                object.__setattr__(self, name, _positive(name, value))
+                object.__setattr__(self, name, positive(name, value))
         size = self.block_size or 1
         if size > MAX_BLOCK_SIZE or size & (size - 1):
             raise ConfigError(f"block_size={size} is not a power of two from 1 to {MAX_BLOCK_SIZE}")
-        _one_of("load_format", self.load_format, get_args(LoadFormat))
-        _one_of("policy", self.policy, get_args(Policy))
-        _one_of("dtype", self.dtype, ("auto", *DTYPES))
+        one_of("load_format", self.load_format, get_args(LoadFormat))
+        one_of("policy", self.policy, get_args(Policy))
+        one_of("dtype", self.dtype, ("auto", *DTYPES))
         if self.graph_mode is not None:
-            _one_of("graph_mode", self.graph_mode, get_args(GraphMode))
+            one_of("graph_mode", self.graph_mode, get_args(GraphMode))
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization={share!r} is not above 0 and at most 1")
         self._check_step_size_options()
-        object.__setattr__(self, "max_logprobs", _max_logprobs(self.max_logprobs))
-        for name in ("enable_prefix_caching", "bucket_fitting", "lazy_capture", "nvtx"):
+        object.__setattr__(self, "max_logprobs", max_logprobs(self.max_logprobs))
+        for name in ("enable_prefix_caching", "bucket_fitting", "compile", "lazy_capture", "nvtx"):
             value = getattr(self, name)
-            may_be_open = name in ("lazy_capture", "nvtx")
+            may_be_open = name in ("compile", "lazy_capture", "nvtx")
             if not isinstance(value, bool) and not (may_be_open and value is None):
                 raise ConfigError(f"{name}={value!r} is not True or False")
 
@@ -219,6 +226,7 @@ class EngineConfig:
             ladders=ladders,
             lazy_capture=self._resolve_switch("lazy_capture", env, reasons),
             bucket_fitting=self.bucket_fitting,
+            compile=self._resolve_compile(device, env, reasons),
             itl_target_ms=None if self.itl_target_ms is None else float(self.itl_target_ms),
             attention_backend=self.attention_backend or env.get("STEPGRAPH_ATTENTION", "auto"),
             max_logprobs=self.max_logprobs,
@@ -335,6 +343,21 @@ class EngineConfig:
         reasons["graph_mode"] = f"the default on {device.type}"
         return "none" if device.type == "cpu" else "full_and_piecewise"
 
+    def _resolve_compile(
+        self, device: torch.device, env: Mapping[str, Any], reasons: dict[str, str]
+    ) -> bool:
+        wanted = self._resolve_switch("compile", env, reasons)
+        if self.compile is None and "compile" not in reasons:
+            wanted = device.type == "cuda"
+            # profiling/RESULTS.md compares it with native regions.
+            why = "" if wanted else ", where it gains a few percent at most"
+            reasons["compile"] = f"the default on {device.type}{why}"
+        refusal = compiler_refusal(device) if wanted else None
+        if refusal is not None:
+            reasons["compile"] = refusal
+            logger.warning("layers can't be compiled and run uncompiled: %s", refusal)
+        return wanted and refusal is None
+
     def _resolve_ladders(
         self,
         graph_mode: GraphMode,
@@ -372,26 +395,3 @@ _COUNTS = (
     "num_kv_blocks",
     "kv_cache_bytes",
 )
-
-
-def _positive(name: str, value: object) -> int:
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise ConfigError(f"{name}={value!r} is not a whole number") from None
-    if number < 1:
-        raise ConfigError(f"{name}={number} is below 1")
-    return number
-
-
-def _max_logprobs(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < -1:
-        raise ConfigError(f"max_logprobs={value!r} is not a whole number of at least 0, or -1")
-    return int(value)
-
-
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name}={value!r} is not one of {', '.join(allowed)}")

@@ -9,7 +9,6 @@ import random
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ from .sampling_params import SamplingParams
 from .scheduler import Scheduler
 from .scheduler_config import SchedulerConfig
 from .sequence import Sequence
-from .step import ScheduledBatch, SequenceUpdates
+from .step import ScheduledBatch, SequenceUpdates, StepFailure, StepOutput
 from .step_cost import MeasuredCost, estimated_cost
 from .tokenizer import Tokenizer, load_end_token_ids
 
@@ -39,15 +38,6 @@ logger = logging.getLogger("stepgraph.runtime")
 
 STATS_SCHEMA_VERSION = 1
 """Of what `Engine.stats` returns: raised when a key goes or changes its meaning."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepFailure:
-    """A step that raised while it was prepared or run. The engine is as it was before it."""
-
-    error: Exception
-    sequences: list[Sequence]
-    """Those of the step, in the queue again with all their tokens."""
 
 
 class Engine:
@@ -227,10 +217,32 @@ class Engine:
 
         What is raised nonetheless comes from the scheduler: the engine can't be used further.
         """
+        self.scheduler.sizing.ladders = self._runner.ladders  # a graph may have been given up
         with self.ranges("schedule"):
             scheduled = self.scheduler.schedule()
         if scheduled.num_seqs == 0:
             return SequenceUpdates.nothing()
+        with self.ranges.step(scheduled.num_tokens, scheduled.num_seqs, scheduled.bucket):
+            output = self._execute(scheduled)
+            if isinstance(output, StepFailure):
+                return output
+            with self.ranges("update", scheduled.num_tokens):
+                updates = self.scheduler.update(scheduled, output)
+                if self._watched_texts and (stopped := self._end_at_stop_strings(updates)):
+                    finished = [*updates.finished, *stopped]
+                    updates = dataclasses.replace(updates, finished=finished)
+        self.counters.num_steps += 1
+        self.counters.num_prompt_tokens += scheduled.num_tokens - scheduled.num_decodes
+        self.counters.num_output_tokens += len(updates.sequences)
+        self._recorder.observe(updates)
+        for sequence in updates.finished:
+            del self._sequences[sequence.request_id]
+            self._watched_texts.pop(sequence.request_id, None)
+        if self.on_step is not None:
+            self.on_step(scheduled)
+        return updates
+
+    def _execute(self, scheduled: ScheduledBatch) -> StepOutput | StepFailure:
         captures = self._runner.statistics.captures
         start, num_captures = time.perf_counter(), len(captures)
         try:
@@ -245,22 +257,7 @@ class Engine:
             raise
         is_own_time = len(captures) == num_captures
         self._observe(scheduled, time.perf_counter() - start if is_own_time else None)
-        self.scheduler.sizing.ladders = self._runner.ladders  # a graph may have been given up
-        with self.ranges("update", scheduled.num_tokens):
-            updates = self.scheduler.update(scheduled, output)
-            if self._watched_texts and (stopped := self._end_at_stop_strings(updates)):
-                finished = [*updates.finished, *stopped]
-                updates = dataclasses.replace(updates, finished=finished)
-        self.counters.num_steps += 1
-        self.counters.num_prompt_tokens += scheduled.num_tokens - scheduled.num_decodes
-        self.counters.num_output_tokens += len(updates.sequences)
-        self._recorder.observe(updates)
-        for sequence in updates.finished:
-            del self._sequences[sequence.request_id]
-            self._watched_texts.pop(sequence.request_id, None)
-        if self.on_step is not None:
-            self.on_step(scheduled)
-        return updates
+        return output
 
     def _end_at_stop_strings(self, updates: SequenceUpdates) -> list[Sequence]:
         """End the sequences whose text got a stop string; those that had not ended already."""
@@ -325,7 +322,8 @@ class Engine:
         the steps that were waited for; `step_sizes` has, by kind of step, pairs of a size before
         padding and its steps; `falls` counts the steps that ran eagerly though graphs are on, by
         reason, `dropped` names sizes without a graph, and `captures` has what each one took.
-        `num_target_misses` counts steps that could not keep itl_target_ms.
+        `num_target_misses` counts steps that could not keep itl_target_ms. `compile` has what
+        each compiled region took, and why layers run uncompiled.
         """
         config, ladders = self.config, self._runner.ladders
         return {
@@ -333,6 +331,7 @@ class Engine:
             "graph_mode": config.graph_mode,
             "max_num_seqs": config.max_num_seqs,
             "max_num_batched_tokens": config.max_num_batched_tokens,
+            "num_kv_blocks": self._runner.num_kv_blocks,
             "ladders": {
                 "decode": list(ladders.decode.sizes) if ladders.decode else [],
                 "mixed": list(ladders.mixed.sizes) if ladders.mixed else [],
@@ -342,6 +341,7 @@ class Engine:
             **dataclasses.asdict(self.counters),
             **self._runner.statistics.as_dict(),
             "dropped": self._runner.dropped_graphs,
+            "compile": self._runner.compilation,
             "graph_bytes": self._runner.graph_bytes,
             "estimated_graph_bytes": self._runner.estimated_graph_bytes,
         }

@@ -8,14 +8,14 @@ import math
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
-from .engine import Engine, StepFailure
+from .engine import Engine
 from .errors import (
     DeadlineExceededError,
     EngineDeadError,
@@ -23,12 +23,10 @@ from .errors import (
     QueueFullError,
     StepFailedError,
 )
-from .live_request import LiveRequest
-from .prompts import EncodedPrompt
-from .sampling_params import SamplingParams
 from .sequence import Sequence
-from .step import SequenceUpdates
+from .step import SequenceUpdates, StepFailure
 from .step_recovery import StepRecovery
+from .submission import StepNews, Submission
 
 logger = logging.getLogger("stepgraph.runtime")
 T = TypeVar("T")
@@ -37,56 +35,11 @@ EXIT_SECONDS = 10.0
 """How long the interpreter's exit waits for the step that runs."""
 
 
-class Outbox(Protocol):
-    """Takes the engine thread's news to the thread that reads them."""
-
-    def post(self, news: StepNews) -> bool:
-        """Hand on what concerns this outbox's requests; False if nobody can read it any more."""
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Submission:
-    """A request on its way through the engine thread."""
-
-    request_id: str
-    params: SamplingParams
-    priority: int
-    arrival_time: float
-    """Seconds of time.monotonic()."""
-    deadline: float
-    """When the request is ended, by the same clock; may be inf."""
-    outbox: Outbox
-    """Where its news go."""
-    prompt: EncodedPrompt | None = None
-    """None until it has been tokenized."""
-    live: LiveRequest | None = None
-    """Its output, from when the engine has it."""
-    is_cancelled: bool = False
-    """The caller wants no more of it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepNews:
-    """What a step brought, as parallel lists; an outbox picks out what is its own."""
-
-    submissions: list[Submission | None] = field(default_factory=list)
-    """Those that got a token; None for a request of the engine's own."""
-    sequences: list[Sequence] = field(default_factory=list)
-    """The stream of each..."""
-    token_ids: list[int] = field(default_factory=list)
-    """...and its token."""
-    ended: list[tuple[Submission, Sequence]] = field(default_factory=list)
-    """Streams that have ended, after these tokens."""
-    failed: list[tuple[Submission, Exception]] = field(default_factory=list)
-    """Requests that nothing will follow for, with the reason."""
-
-
 class EngineThread:
     """Runs the steps of an engine on a thread of its own while there are requests.
 
     Between two steps it takes commands in and ends what is past its deadline. News go out once a
-    step. Methods may be called from any thread; those with an underscore belong to the engine
-    thread, and only that one touches the engine.
+    step. Only that thread touches the engine; public methods may be called from any.
 
     A step that raises ends the request at fault alone, with StepFailedError (`StepRecovery`). What
     can't be mended ends all requests, and every later call, with EngineDeadError.
@@ -161,6 +114,7 @@ class EngineThread:
         """End a request that was opened and is not queued."""
         self._close([submission])
         submission.outbox.post(StepNews(failed=[(submission, error)]))
+        self._inbox.put(lambda: None)  # a drain may have waited for it
 
     def cancel(self, submission: Submission) -> None:
         """End a request and deliver what there is. Never blocks; a destructor may call it."""
@@ -172,13 +126,15 @@ class EngineThread:
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             if self._has_stopped:
                 future.set_exception(self._dead())
-            elif future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(function(self._engine))
-                except Exception as error:  # noqa: BLE001 - it is the caller's
-                    future.set_exception(error)
+                return
+            try:
+                future.set_result(function(self._engine))
+            except Exception as error:  # noqa: BLE001 - it is the caller's
+                future.set_exception(error)
 
         if not self._send(run):
             run()
@@ -220,7 +176,8 @@ class EngineThread:
     def _close(self, submissions: Iterable[Submission]) -> None:
         with self._lock:
             for submission in submissions:
-                self._open.pop(submission.request_id, None)
+                if self._open.get(submission.request_id) is submission:
+                    del self._open[submission.request_id]
 
     def _stop_at_exit(self) -> None:
         self.stop()
@@ -229,11 +186,12 @@ class EngineThread:
     # -- the engine thread: life ----------------------------------------------------------------
 
     def _run(self) -> None:
-        failure: Exception | None = None
+        failure: BaseException | None = None
         try:
             self._serve()
-        except Exception as error:
+        except BaseException as error:
             logger.critical("the engine is dead", exc_info=error)
+            traceback.clear_frames(error.__traceback__)  # they hold the engine
             failure = error
         self._finish(failure)
 
@@ -267,7 +225,7 @@ class EngineThread:
     def _note_stop(self) -> None:
         self._should_stop = True
 
-    def _finish(self, failure: Exception | None) -> None:
+    def _finish(self, failure: BaseException | None) -> None:
         atexit.unregister(self._stop_at_exit)
         with self._lock:
             if failure is not None:
@@ -276,6 +234,8 @@ class EngineThread:
             self._end = self._end or EngineDeadError("the engine was shut down; make a new one")
             self._has_stopped = True
             unfinished = list(self._open.values())
+        if failure is not None:
+            self._submissions.clear()  # nobody knows what state the engine is in
         while not self._inbox.empty():
             self._inbox.get()()
         self._end_drains()

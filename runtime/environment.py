@@ -82,6 +82,13 @@ VARIABLES: tuple[Variable, ...] = (
         help="sizes that steps are padded to: of decode steps in sequences, of others in tokens",
     ),
     Variable(
+        name="STEPGRAPH_COMPILE",
+        parse=_parse_switch,
+        allowed="0 | 1",
+        default="0 on a CPU, 1 on CUDA",
+        help="compile what lies between attention calls",
+    ),
+    Variable(
         name="STEPGRAPH_GRAPH_MODE",
         parse=_choice("none", "full", "piecewise", "full_and_piecewise"),
         allowed="none | full | piecewise | full_and_piecewise",
@@ -121,7 +128,7 @@ VARIABLES: tuple[Variable, ...] = (
         parse=_parse_path,
         allowed="an absolute path",
         default="stepgraph in the user's cache directory",
-        help="where fetched and converted models and built libraries are kept",
+        help="where fetched and converted models, built libraries and compiled layers are kept",
     ),
 )
 

@@ -8,6 +8,7 @@ import gc
 import logging
 import sys
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from graphs import (
     StepStatistics,
 )
 
+from .compiled_layers import CompiledLayers, compile_layers
 from .input_batch import InputBatch, pack
 from .kv_memory import cpu_kv_bytes, cuda_kv_bytes, estimated_graph_bytes, size_kv_pool
 from .models import (
@@ -72,7 +74,10 @@ class ModelRunner:
             load_format=config.load_format,
             seed=config.seed,
         )
-        self._forward = functools.partial(self._model, regions=self._pack_weights())
+        self._pack_weights()
+        self._layers = self._compile_layers()
+        regions = self._layers.regions or self._uncompiled_regions()
+        self._forward = functools.partial(self._model, regions=regions)
         self._spec = config.attention_spec(decoder_config)
         self._backend = select_backend(
             config.attention_backend, self._spec, cache_dir=config.cache_dir
@@ -104,6 +109,11 @@ class ModelRunner:
         """Sizes that were to be captured and have no graph, each with the reason."""
         return {f"{mode} {size}": why for (mode, size), why in self._graphs.dropped.items()}
 
+    @property
+    def compilation(self) -> dict[str, Any]:
+        """Whether layers are compiled, why not, and what compiling each region took."""
+        return self._layers.as_dict()
+
     def execute(self, scheduled: ScheduledBatch) -> StepOutput:
         """Run one step that has at least one token."""
         with self._ranges("pack", scheduled.num_tokens):
@@ -130,8 +140,7 @@ class ModelRunner:
         graphs.statistics.add_seconds(step.launch, time.perf_counter() - start)
         return output
 
-    def _pack_weights(self) -> Regions:
-        """Pack the weights if that is possible, and choose the regions to run."""
+    def _pack_weights(self) -> None:
         config, model = self._config, self._model
         refusal = pack_refusal(config.dtype, config.device, cache_dir=config.cache_dir)
         if refusal is None:
@@ -142,9 +151,19 @@ class ModelRunner:
                 refusal,
             )
         logger.info("weights packed: %s", "yes" if refusal is None else f"no, {refusal}")
-        refusal = refusal or region_refusal(model)
+
+    def _uncompiled_regions(self) -> Regions:
+        refusal = region_refusal(self._model)
         logger.info("native regions: %s", "yes" if refusal is None else f"no, {refusal}")
-        return native_regions(model) if refusal is None else PLAIN_REGIONS
+        return native_regions(self._model) if refusal is None else PLAIN_REGIONS
+
+    def _compile_layers(self) -> CompiledLayers:
+        config = self._config
+        if not config.compile:
+            return CompiledLayers(reason=config.reasons.get("compile"))
+        return compile_layers(
+            self._model, max_tokens=config.max_num_batched_tokens, cache_dir=config.cache_dir
+        )
 
     # -- graphs -----------------------------------------------------------------------------
 

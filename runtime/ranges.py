@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
 DOMAIN = "stepgraph"
+
+Opener = Callable[[str, int, int], AbstractContextManager[None]]
+"""Makes a range of a name, a number of tokens and a bucket."""
 
 
 class _NoRange:
@@ -52,6 +56,8 @@ class Ranges:
 
     def __init__(self, *, enabled: bool) -> None:
         self.enabled = enabled
+        self.opener: Opener | None = None
+        """Opens the ranges in place of NVTX, for another profiler; also where NVTX is off."""
         self._off = _NoRange()
         self._domain: Any = None
         if enabled:
@@ -63,9 +69,19 @@ class Ranges:
         self, name: str, num_tokens: int = 0, bucket: int = 0
     ) -> AbstractContextManager[None]:
         """A context manager that is open as range `name` while its body runs."""
+        if self.opener is not None:
+            return self.opener(name, num_tokens, bucket)
         if not self.enabled:
             return self._off
         attributes = self._domain.get_event_attributes(
             message=name, category=bucket or None, payload=num_tokens
         )
         return _Range(self._domain, attributes)
+
+    def step(self, num_tokens: int, num_seqs: int, bucket: int) -> AbstractContextManager[None]:
+        """The range around all that a scheduled step does; under NVTX its name has both counts."""
+        if self.opener is not None:
+            return self.opener("step", num_tokens, bucket)
+        if not self.enabled:
+            return self._off
+        return self(f"step: {num_tokens} tokens, {num_seqs} sequences", num_tokens, bucket)

@@ -6,9 +6,10 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
 
-from .engine_thread import EngineThread, StepNews, Submission
+from .engine_thread import EngineThread
 from .live_request import LiveRequest
 from .outputs import RequestOutput
+from .submission import StepNews, Submission
 
 MAX_TOKENS_ON_LOOP = 256
 """More unread tokens than this are turned into text off the event loop."""

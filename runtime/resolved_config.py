@@ -62,6 +62,8 @@ class ResolvedConfig:
     """As in EngineConfig."""
     bucket_fitting: bool
     """As in EngineConfig."""
+    compile: bool
+    """Whether layers are compiled; a compiler was found then."""
     itl_target_ms: float | None
     """As in EngineConfig."""
     attention_backend: str
@@ -73,7 +75,7 @@ class ResolvedConfig:
     nvtx: bool
     """Whether the stages of a step open NVTX ranges."""
     cache_dir: Path
-    """Where converted models and built libraries are kept."""
+    """Where converted models, built libraries and compiled layers are kept."""
     reasons: Mapping[str, str]
     """Why each option that was left open got its value."""
 

@@ -158,3 +158,13 @@ class SequenceUpdates:
     def nothing(cls) -> SequenceUpdates:
         """Of a step that had nothing to do."""
         return cls(sequences=[], token_ids=np.empty(0, np.int64), gaps=np.empty(0), finished=[])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFailure:
+    """A step that raised while it was prepared or run. The engine is as it was before it."""
+
+    error: Exception
+    """What was raised."""
+    sequences: list[Sequence]
+    """Those of the step, in the queue again with all their tokens."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import uuid
 
-from .engine import Engine, StepFailure
+from .engine import Engine
 from .errors import EngineDeadError
 from .sampling_params import SamplingParams
 from .sequence import Sequence
-from .step import SequenceUpdates
+from .step import SequenceUpdates, StepFailure
 
 logger = logging.getLogger("stepgraph.runtime")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -114,6 +115,29 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         return made[family]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the run's tests keep compiled layers: each model is compiled once per token budget."""
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture
+def compiled_once(compile_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines made by the test share compiled layers with other tests.
+
+    A step that needs a compilation, or runs uncompiled for want of one, is an error.
+    """
+    from graphs import RegionCompiler
+    from runtime import compiled_layers
+
+    def fail(message: str) -> None:
+        raise AssertionError(message)
+
+    strict = functools.partial(RegionCompiler, on_recompilation=fail)
+    monkeypatch.setattr(compiled_layers, "RegionCompiler", strict)
+    monkeypatch.setenv("STEPGRAPH_CACHE_DIR", str(compile_cache))
 
 
 @pytest.fixture(scope="session")

@@ -111,6 +111,13 @@ def test_tiny_models(checkpoint, tiny_references, ties, family, case):
         assert ties(greedy(llm, tiny_prompts(), together=False), references) <= 1
 
 
+def test_compiled_layers(checkpoint, compiled_once, tiny_references, ties):
+    sizes = {"max_model_len": 256, "max_num_batched_tokens": 32}
+    with LLM(checkpoint("llama"), dtype="float32", compile=True, **sizes) as llm:
+        assert llm.engine.stats()["compile"]["enabled"]
+        assert ties(greedy(llm, tiny_prompts()), tiny_references("llama")) <= 1
+
+
 @pytest.fixture
 def all_threads():
     torch.set_num_threads(os.cpu_count() or 1)

@@ -17,8 +17,9 @@ from runtime import (
     LLM,
     AsyncLLM,
     EngineDeadError,
+    InvalidRequestError,
 )
-from tests.runtime.stream_reading import Gate, final, greedy, run, until
+from tests.runtime.stream_reading import Gate, collect, final, greedy, run, until
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +90,24 @@ def test_shutdown_drains_what_runs_and_refuses_what_comes(llm):
 
     run(main())
     assert not llm._thread._thread.is_alive()
+
+
+def test_draining_ends_though_the_last_request_is_refused_meanwhile(llm):
+    async def main():
+        tokenizing = threading.Event()
+        llm._encoder.submit(tokenizing.wait)
+        stream = llm.generate("", greedy())
+        bad = llm.generate(5, greedy())
+        down = asyncio.create_task(llm.shutdown())
+        await until(lambda: llm._thread._drained)
+        tokenizing.set()
+        await down
+        with pytest.raises(InvalidRequestError, match="no tokens"):
+            await collect(stream)
+        with pytest.raises(TypeError, match="prompt is 5"):
+            await collect(bad)
+
+    run(main())
 
 
 @pytest.mark.parametrize("timeout", [None, 0.05])

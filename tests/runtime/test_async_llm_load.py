@@ -11,10 +11,10 @@ import pytest
 
 from runtime import LLM, AsyncLLM, RequestOutputKind, SamplingParams
 from runtime.engine import Engine
-from runtime.engine_thread import StepNews, Submission
 from runtime.live_request import LiveRequest
 from runtime.request_stream import RequestStream, _Buffer
 from runtime.sequence import Sequence
+from runtime.submission import StepNews, Submission
 
 NUM_STREAMS = 500
 OPTIONS = {"max_model_len": 128, "max_num_seqs": 48, "num_kv_blocks": 40}

@@ -87,6 +87,7 @@ def test_the_cache_directory_is_the_environments_else_the_users(decoder, tmp_pat
         ({"gpu_memory_utilization": "0.9"}, "gpu_memory_utilization='0.9'"),
         ({"enable_prefix_caching": 1}, "enable_prefix_caching=1 is not True or False"),
         ({"nvtx": "on"}, "nvtx='on' is not True or False"),
+        ({"compile": 1}, "compile=1 is not True or False"),
         ({"max_logprobs": -2}, "max_logprobs=-2 is not a whole number of at least 0, or -1"),
         ({"max_logprobs": None}, "max_logprobs=None is not a whole number"),
         ({"max_logprobs": True}, "max_logprobs=True is not a whole number"),

@@ -12,7 +12,8 @@ import pytest
 
 from runtime import LLM, AsyncLLM, EngineDeadError, SamplingParams, StepFailedError
 from runtime import model_runner as runner_module
-from runtime.engine import Engine, StepFailure
+from runtime.engine import Engine
+from runtime.step import StepFailure
 from runtime.step_recovery import StepRecovery
 
 STAGES = ("apply", "admit", "pack", "plan", "forward", "logits", "sample")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import itertools
 import math
 import threading
@@ -107,6 +108,7 @@ class AsyncLLM:
             EngineDeadError: the engine was shut down or has failed.
             RuntimeError: no event loop is running.
         """
+        prompt = _own(prompt)
         return self._start(
             lambda tokenizer: encode_prompt(prompt, tokenizer),
             sampling_params,
@@ -135,7 +137,7 @@ class AsyncLLM:
 
         The other arguments, and what is returned and raised: as `generate`.
         """
-        salt = check_cache_salt(cache_salt)
+        messages, salt = _own(messages), check_cache_salt(cache_salt)
 
         def encode(tokenizer: Tokenizer) -> EncodedPrompt:
             token_ids = tokenizer.apply_chat_template(
@@ -270,5 +272,12 @@ def _encode(
         submission.prompt = encode(tokenizer)
     except Exception as error:  # noqa: BLE001 - it is the caller's
         thread.fail(submission, error)
+    except BaseException as error:  # noqa: BLE001 - as a panic of the tokenizers library is
+        thread.fail(submission, RuntimeError(f"the tokenizer failed: {error!r}"))
     else:
         thread.submit(submission)
+
+
+def _own(value: T) -> T:
+    """A list as it is now: the caller may add to it before it is tokenized."""
+    return copy.copy(value) if isinstance(value, list) else value

@@ -61,11 +61,11 @@ class StepRecovery:
                 exc_info=failure.error,
             )
             self.is_active, self._has_step_run = True, False
-            unsuspected = set(self._engine.unfinished_sequences()).difference(suspects)
+            unsuspected = _without(self._engine.unfinished_sequences(), suspects)
             scheduler.hold(unsuspected)
             self._held += unsuspected
         else:
-            self._set_aside(set(self._group).difference(suspects))
+            self._set_aside(_without(self._group, suspects))
         self._group, self._passed = [], set()
         if len(suspects) > 1:
             half = len(suspects) // 2
@@ -113,7 +113,12 @@ class StepRecovery:
                 self._failed_alone = self._probe = None
                 self.is_active = False
 
-    def _set_aside(self, sequences: list[Sequence] | set[Sequence]) -> None:
+    def _set_aside(self, sequences: list[Sequence]) -> None:
         if sequences:
             self._engine.scheduler.hold(sequences)
-            self._untried.append(list(sequences))
+            self._untried.append(sequences)
+
+
+def _without(sequences: list[Sequence], others: list[Sequence]) -> list[Sequence]:
+    left_out = set(others)
+    return [sequence for sequence in sequences if sequence not in left_out]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections import Counter
 
 import numpy as np
@@ -198,3 +199,42 @@ def test_a_stream_is_read_by_one_task_in_its_own_loop(llm):
 def test_a_wrong_max_waiting_is_refused_before_the_model_is_loaded(max_waiting):
     with pytest.raises((TypeError, InvalidRequestError), match="max_waiting"):
         AsyncLLM("no such model", max_waiting=max_waiting)
+
+
+def test_a_list_may_change_once_it_was_handed_over(llm):
+    async def main():
+        tokenizing = threading.Event()
+        llm._encoder.submit(tokenizing.wait)
+        ids, messages = [1, 2, 3], [{"role": "user", "content": "hi"}]
+        streams = [llm.generate(ids, greedy(1)), llm.chat(messages, greedy(1))]
+        before = llm.tokenizer.apply_chat_template(messages)
+        ids.append(10**6)
+        messages.append("no message")
+        tokenizing.set()
+        seen = [(await collect(stream))[-1].prompt_token_ids for stream in streams]
+        assert seen == [[1, 2, 3], before]
+
+    run(main())
+
+
+def test_a_tokenizer_that_panics_fails_its_request_alone(llm, monkeypatch):
+    class Panic(BaseException):
+        """As the tokenizers library raises."""
+
+    encode = llm.tokenizer.encode
+
+    def panicking(text):
+        if text == "bad":
+            raise Panic("index out of bounds")
+        return encode(text)
+
+    monkeypatch.setattr(llm.tokenizer, "encode", panicking)
+
+    async def main():
+        good = llm.generate("abc", greedy())
+        with pytest.raises(RuntimeError, match="index out of bounds"):
+            await collect(llm.generate("bad", greedy()))
+        assert (await final(good)).finish_reason == "length"
+        return await is_clean(llm)
+
+    assert run(main())

@@ -9,25 +9,35 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .async_llm import AsyncLLM
     from .config import EngineConfig
     from .engine import Engine
     from .errors import (
         ConfigError,
+        DeadlineExceededError,
+        EngineDeadError,
         InvalidRequestError,
         LogitsProcessorError,
         ModelLoadError,
         NonFiniteLogitsError,
+        QueueFullError,
+        StepFailedError,
         UnsupportedModelError,
     )
     from .llm import LLM
+    from .metrics import EngineMetrics
     from .outputs import CompletionOutput, Logprob, PromptScore, RequestMetrics, RequestOutput
-    from .sampling_params import SamplingParams
+    from .sampling_params import RequestOutputKind, SamplingParams
 
 _MODULES = {
+    "AsyncLLM": "async_llm",
     "CompletionOutput": "outputs",
     "ConfigError": "errors",
+    "DeadlineExceededError": "errors",
     "Engine": "engine",
     "EngineConfig": "config",
+    "EngineDeadError": "errors",
+    "EngineMetrics": "metrics",
     "InvalidRequestError": "errors",
     "LLM": "llm",
     "LogitsProcessorError": "errors",
@@ -35,27 +45,37 @@ _MODULES = {
     "ModelLoadError": "errors",
     "NonFiniteLogitsError": "errors",
     "PromptScore": "outputs",
+    "QueueFullError": "errors",
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
+    "RequestOutputKind": "sampling_params",
     "SamplingParams": "sampling_params",
+    "StepFailedError": "errors",
     "UnsupportedModelError": "errors",
 }
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "ConfigError",
+    "DeadlineExceededError",
     "Engine",
     "EngineConfig",
+    "EngineDeadError",
+    "EngineMetrics",
     "InvalidRequestError",
     "LogitsProcessorError",
     "Logprob",
     "ModelLoadError",
     "NonFiniteLogitsError",
     "PromptScore",
+    "QueueFullError",
     "RequestMetrics",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
+    "StepFailedError",
     "UnsupportedModelError",
 ]
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import random
 import time
+import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,17 +18,19 @@ from .config import EngineConfig
 from .errors import InvalidRequestError
 from .logits_rules import LogitsRules, check_vocabulary, make_logits_rules
 from .logprobs import LogprobsRecord
+from .metrics import EngineCounters, EngineMetrics, MetricsRecorder
 from .model_runner import ModelRunner
 from .models import load_decoder_config, stored_dtype
 from .output_builder import OutputBuilder
 from .output_text import OutputText
+from .outputs import FinishReason
 from .prompts import TokenIds
 from .ranges import Ranges
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler
 from .scheduler_config import SchedulerConfig
 from .sequence import Sequence
-from .step import ScheduledBatch, SequenceUpdates, StepOutput
+from .step import ScheduledBatch, SequenceUpdates, StepFailure, StepOutput
 from .step_cost import MeasuredCost, estimated_cost
 from .tokenizer import Tokenizer, load_end_token_ids
 
@@ -35,16 +38,6 @@ logger = logging.getLogger("stepgraph.runtime")
 
 STATS_SCHEMA_VERSION = 1
 """Of what `Engine.stats` returns: raised when a key goes or changes its meaning."""
-
-
-@dataclass(slots=True)
-class EngineCounters:
-    """Running totals since the engine was made."""
-
-    num_steps: int = 0
-    num_prompt_tokens: int = 0
-    """Prompt tokens computed, recomputed ones included."""
-    num_output_tokens: int = 0
 
 
 class Engine:
@@ -72,6 +65,7 @@ class Engine:
         self.outputs = None if tokenizer is None else OutputBuilder(tokenizer)
         """Makes text of ids; None without a tokenizer."""
         self.counters = EngineCounters()
+        self._recorder = MetricsRecorder()
         self.on_step: Callable[[ScheduledBatch], None] | None = None
         """Called with each batch once its tokens are in: for who measures steps."""
         self.ranges = Ranges(enabled=self.config.nvtx)
@@ -157,6 +151,7 @@ class Engine:
         request_id: str | None = None,
         priority: int = 0,
         arrival_time: float | None = None,
+        cache_salt: str | None = None,
     ) -> Sequence:
         """Queue a request; it starts with one of the next steps.
 
@@ -164,19 +159,22 @@ class Engine:
             token_ids: the prompt, ids below `vocab_size`.
             params: how to sample, and when to stop.
             request_id: a name of the caller's; None: a number is given.
-            priority: under policy "priority", lower runs first.
+            priority: under policy "priority", lower runs first; 0 under others.
             arrival_time: seconds of time.monotonic(); None: now.
+            cache_salt: only requests with the same one share cached blocks.
 
         Raises:
             InvalidRequestError: nothing was queued.
         """
         ids = self.check(token_ids, params)
+        self.scheduler.config.check_priority(priority)
         rules = self._rules_of(params)
         logprobs = self._new_record("logprobs", params.logprobs)
         if logprobs is not None:
             params = dataclasses.replace(params, logprobs=logprobs.num_top)
         if request_id is None:
-            request_id = f"request-{self._num_requests}"
+            names = (f"request-{number}" for number in itertools.count(self._num_requests))
+            request_id = next(name for name in names if name not in self._sequences)
         if request_id in self._sequences:
             raise InvalidRequestError(
                 f"request_id={request_id!r} is in use by an unfinished request; give another"
@@ -191,6 +189,7 @@ class Engine:
             arrival_index=self._num_requests,
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
             priority=priority,
+            extra_key=b"" if cache_salt is None else cache_salt.encode("utf-8", "surrogatepass"),
             rules=rules,
             logprobs=logprobs,
             prompt_logprobs=self._new_record("prompt_logprobs", params.prompt_logprobs),
@@ -208,13 +207,25 @@ class Engine:
         If the batch fails, its sequences go back to the queue with all their tokens, and the
         error is raised: the engine is as it was, and the caller may retry or abort.
         """
+        outcome = self.try_step()
+        if isinstance(outcome, StepFailure):
+            raise outcome.error
+        return outcome
+
+    def try_step(self) -> SequenceUpdates | StepFailure:
+        """As `step`, but a batch that fails is returned with its sequences.
+
+        What is raised nonetheless comes from the scheduler: the engine can't be used further.
+        """
         self.scheduler.sizing.ladders = self._runner.ladders  # a graph may have been given up
         with self.ranges("schedule"):
             scheduled = self.scheduler.schedule()
         if scheduled.num_seqs == 0:
-            return SequenceUpdates(sequences=[], token_ids=np.empty(0, np.int64), finished=[])
+            return SequenceUpdates.nothing()
         with self.ranges.step(scheduled.num_tokens, scheduled.num_seqs, scheduled.bucket):
             output = self._execute(scheduled)
+            if isinstance(output, StepFailure):
+                return output
             with self.ranges("update", scheduled.num_tokens):
                 updates = self.scheduler.update(scheduled, output)
                 if self._watched_texts and (stopped := self._end_at_stop_strings(updates)):
@@ -223,6 +234,7 @@ class Engine:
         self.counters.num_steps += 1
         self.counters.num_prompt_tokens += scheduled.num_tokens - scheduled.num_decodes
         self.counters.num_output_tokens += len(updates.sequences)
+        self._recorder.observe(updates)
         for sequence in updates.finished:
             del self._sequences[sequence.request_id]
             self._watched_texts.pop(sequence.request_id, None)
@@ -230,11 +242,16 @@ class Engine:
             self.on_step(scheduled)
         return updates
 
-    def _execute(self, scheduled: ScheduledBatch) -> StepOutput:
+    def _execute(self, scheduled: ScheduledBatch) -> StepOutput | StepFailure:
         captures = self._runner.statistics.captures
         start, num_captures = time.perf_counter(), len(captures)
         try:
             output = self._runner.execute(scheduled)
+        except Exception as error:  # noqa: BLE001 - it is handed on with what it hit
+            self.counters.num_failed_steps += 1
+            # The tensors of the failed step would stay alive with the error.
+            traceback.clear_frames(error.__traceback__)
+            return StepFailure(error=error, sequences=self.scheduler.rollback(scheduled))
         except BaseException:
             self.scheduler.rollback(scheduled)
             raise
@@ -267,13 +284,35 @@ class Engine:
             num_tokens = scheduled.bucket or scheduled.num_tokens
             self._step_cost.observe(num_tokens, scheduled.num_kv_tokens, seconds)
 
-    def abort(self, request_id: str) -> Sequence | None:
-        """End a request with reason "abort"; None if no such request is unfinished."""
+    def abort(
+        self,
+        request_id: str,
+        *,
+        reason: FinishReason = "abort",
+        error: Exception | None = None,
+    ) -> Sequence | None:
+        """End a request, for `error` if one is given; None if no such request is unfinished."""
         sequence = self._sequences.pop(request_id, None)
         self._watched_texts.pop(request_id, None)
         if sequence is not None:
-            self.scheduler.abort(sequence)
+            self.scheduler.abort(sequence, reason, error)
+            self._recorder.observe_end(sequence)
         return sequence
+
+    def unfinished_sequences(self) -> list[Sequence]:
+        """All sequences that have not ended, in order of arrival."""
+        return list(self._sequences.values())
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the K/V of past prompts and outputs; running sequences keep their own."""
+        self._blocks.reset_prefix_cache()
+
+    def metrics(self) -> EngineMetrics:
+        """What was done so far. Any thread may ask; while a step runs, some of the numbers may
+        have it counted already and others not."""
+        return self._recorder.snapshot(
+            self.scheduler, self._blocks, self.counters, num_unfinished=len(self._sequences)
+        )
 
     def stats(self) -> dict[str, Any]:
         """Totals since the start, in JSON's types, as profiling's tools read them.

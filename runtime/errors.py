@@ -23,3 +23,19 @@ class NonFiniteLogitsError(RuntimeError):
 
 class LogitsProcessorError(RuntimeError):
     """A request's own logits processor failed; that request ends, others go on."""
+
+
+class StepFailedError(RuntimeError):
+    """A request made a step fail, also when it ran alone; it ends, others go on. See the cause."""
+
+
+class DeadlineExceededError(RuntimeError):
+    """A request was ended at its deadline; it keeps the tokens that it had by then."""
+
+
+class QueueFullError(RuntimeError):
+    """As many requests wait as max_waiting allows; this one was not queued. Try again later."""
+
+
+class EngineDeadError(RuntimeError):
+    """The engine was shut down, or failed beyond repair: see the cause. Make a new one."""

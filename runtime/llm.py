@@ -11,25 +11,32 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from .config import EngineConfig
 from .engine import Engine
 from .errors import InvalidRequestError
 from .interrupts import deferred_interrupts
+from .live_request import LiveRequest
 from .log import configure_logging
+from .metrics import EngineMetrics
 from .outputs import PromptScore, RequestOutput
 from .progress import Progress
 from .prompts import (
     Conversation,
     EncodedPrompt,
     Prompt,
+    check_cache_salt,
     encode_prompts,
     list_conversations,
     list_sampling_params,
+    one_sampling_params,
 )
-from .sampling_params import SamplingParams
+from .sampling_params import RequestOutputKind, SamplingParams
 from .sequence import Sequence as TokenSequence
+from .step import SequenceUpdates
 from .tokenizer import load_tokenizer
 
 logger = logging.getLogger("stepgraph.runtime")
@@ -63,6 +70,7 @@ class LLM:
         self._engine = Engine(options, tokenizer=self.tokenizer)
         assert self._engine.outputs is not None, "the engine has a tokenizer"
         self._outputs = self._engine.outputs
+        self._streamed: dict[TokenSequence, LiveRequest] = {}
 
     @property
     def engine(self) -> Engine:
@@ -104,6 +112,7 @@ class LLM:
         use_tqdm: bool = True,
         *,
         add_generation_prompt: bool = True,
+        cache_salt: str | None = None,
     ) -> list[RequestOutput]:
         """Answer conversations, through the model's chat template.
 
@@ -113,19 +122,48 @@ class LLM:
             sampling_params: as in `generate`.
             use_tqdm: show a progress bar.
             add_generation_prompt: open the assistant's turn after the last message.
+            cache_salt: only requests with the same one share cached K/V.
 
         Returns and raises: as `generate`.
         """
+        salt = check_cache_salt(cache_salt)
         prompts = [
             EncodedPrompt(
                 None,
                 self.tokenizer.apply_chat_template(
                     conversation, add_generation_prompt=add_generation_prompt
                 ),
+                salt,
             )
             for conversation in list_conversations(messages)
         ]
         return self._run(prompts, sampling_params, use_tqdm)
+
+    def generate_iter(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Complete the prompts in one mixed batch and give their outputs as they grow.
+
+        All is checked at once; the prompts are queued when the first output is asked for, and a
+        step runs only when the next one is. Leaving the iteration early aborts what is left. Other
+        calls may come in between: their steps serve this one's requests too.
+
+        Args:
+            prompts: as in `generate`.
+            sampling_params: as in `generate`; `output_kind` says what each output has.
+
+        Returns:
+            Outputs of all prompts in turn, told apart by `prompt_index`; the last of each prompt
+            is `finished`.
+
+        Raises:
+            As `generate`; an error of one sequence is in its output.
+        """
+        encoded = encode_prompts(prompts, self.tokenizer)
+        params = list_sampling_params(sampling_params, len(encoded))
+        return self._stream(encoded, self._check(encoded, params), params)
 
     def score(self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = True) -> list[PromptScore]:
         """How likely the model finds the prompts, without generating from them.
@@ -155,7 +193,11 @@ class LLM:
         return scores
 
     def stream_chat(
-        self, messages: Conversation, sampling_params: SamplingParams | None = None
+        self,
+        messages: Conversation,
+        sampling_params: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
     ) -> Iterator[str]:
         """Answer one conversation piece by piece; the joined pieces are the answer's text.
 
@@ -163,29 +205,27 @@ class LLM:
 
         Raises:
             InvalidRequestError: params that ask for what a stream of text doesn't have.
+            NonFiniteLogitsError, LogitsProcessorError: the answer can't go on; raised after what
+                there was of it.
         """
-        engine, (params,) = self.engine, list_sampling_params(sampling_params, 1)
+        params = one_sampling_params(sampling_params)
         for name, off in (("logprobs", None), ("prompt_logprobs", None), ("detokenize", True)):
             if (value := getattr(params, name)) != off:
                 raise InvalidRequestError(
                     f"{name}={value!r} has no place in a stream of text; use chat"
                 )
-        prompt = self.tokenizer.apply_chat_template(messages)
-        text = self._outputs.text(params)
-        sequence = engine.add_request(prompt, params)
-        try:
-            while not sequence.is_finished:
-                with deferred_interrupts():
-                    updates = engine.step()
-                for updated, token_id in zip(updates.sequences, updates.token_ids, strict=True):
-                    if updated is sequence:
-                        is_ended = sequence.is_ended_by_token
-                        yield text.push([int(token_id)], is_ended_by_token=is_ended)
-            if sequence.error is not None:
-                raise sequence.error
-            yield text.finish()
-        finally:
-            engine.abort(sequence.request_id)
+        params = dataclasses.replace(params, output_kind=RequestOutputKind.DELTA)
+        token_ids = self.tokenizer.apply_chat_template(messages)
+        prompts = [EncodedPrompt(None, token_ids, check_cache_salt(cache_salt))]
+        return self._pieces(prompts, self._check(prompts, [params]), params)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the K/V of past prompts and outputs."""
+        self.engine.reset_prefix_cache()
+
+    def metrics(self) -> EngineMetrics:
+        """What the engine has done so far."""
+        return self.engine.metrics()
 
     def stats(self) -> dict[str, Any]:
         """How the steps so far were launched, in JSON's types; see `Engine.stats`."""
@@ -221,30 +261,101 @@ class LLM:
     ) -> list[RequestOutput]:
         engine, arrival_time = self.engine, time.monotonic()
         params = list_sampling_params(sampling_params, len(prompts))
-        checked = []
-        for index, prompt in enumerate(prompts):
-            try:
-                checked.append(engine.check(prompt.token_ids, params[index]))
-            except InvalidRequestError as error:
-                raise InvalidRequestError(f"prompt {index}: {error}") from None
+        checked = self._check(prompts, params)
         sequences: list[TokenSequence] = []
         try:
             with (
                 deferred_interrupts() as raise_if_interrupted,
                 Progress(len(prompts), engine.counters, enabled=use_tqdm) as progress,
             ):
-                for token_ids, own_params in zip(checked, params, strict=True):
+                for prompt, token_ids, own_params in zip(prompts, checked, params, strict=True):
                     sequences.append(
-                        engine.add_request(token_ids, own_params, arrival_time=arrival_time)
+                        engine.add_request(
+                            token_ids,
+                            own_params,
+                            arrival_time=arrival_time,
+                            cache_salt=prompt.cache_salt,
+                        )
                     )
                 num_left, mine = len(sequences), set(map(id, sequences))
                 while num_left:
                     raise_if_interrupted()
-                    num_finished = sum(id(s) in mine for s in engine.step().finished)
+                    num_finished = sum(id(s) in mine for s in self._step().finished)
                     num_left -= num_finished
                     progress.update(num_finished)
         finally:
             for sequence in sequences:
                 engine.abort(sequence.request_id)  # none is left unless something was raised
         with engine.ranges("detokenize", sum(len(s.token_ids) for s in sequences)):
-            return [self._outputs.build(*pair) for pair in zip(prompts, sequences, strict=True)]
+            return [
+                self._outputs.build(*pair, prompt_index=index)
+                for index, pair in enumerate(zip(prompts, sequences, strict=True))
+            ]
+
+    def _check(
+        self, prompts: list[EncodedPrompt], params: list[SamplingParams]
+    ) -> list[npt.NDArray[np.int32]]:
+        """The prompts' ids; InvalidRequestError names the place of one that can't be served."""
+        checked = []
+        for index, prompt in enumerate(prompts):
+            try:
+                checked.append(self.engine.check(prompt.token_ids, params[index]))
+            except InvalidRequestError as error:
+                raise InvalidRequestError(f"prompt {index}: {error}") from None
+        return checked
+
+    def _stream(
+        self,
+        prompts: list[EncodedPrompt],
+        checked: list[npt.NDArray[np.int32]],
+        params: list[SamplingParams],
+        *,
+        raises: bool = False,
+    ) -> Iterator[RequestOutput]:
+        engine, arrival_time = self.engine, time.monotonic()
+        sequences: list[TokenSequence] = []
+        try:
+            for index, prompt in enumerate(prompts):
+                sequence = engine.add_request(
+                    checked[index],
+                    params[index],
+                    arrival_time=arrival_time,
+                    cache_salt=prompt.cache_salt,
+                )
+                sequences.append(sequence)
+                self._streamed[sequence] = self._outputs.start(prompt, sequence, prompt_index=index)
+            unfinished = [self._streamed[sequence] for sequence in sequences]
+            while unfinished:
+                for live in unfinished:
+                    live.end_finished()
+                    if live.has_news:
+                        yield live.take()
+                    if raises and live.error is not None:
+                        raise live.error
+                unfinished = [live for live in unfinished if not live.is_ended]
+                if unfinished:
+                    with deferred_interrupts():
+                        self._step()
+        finally:
+            for sequence in sequences:
+                engine.abort(sequence.request_id)
+                self._streamed.pop(sequence, None)
+
+    def _pieces(
+        self,
+        prompts: list[EncodedPrompt],
+        checked: list[npt.NDArray[np.int32]],
+        params: SamplingParams,
+    ) -> Iterator[str]:
+        for output in self._stream(prompts, checked, [params], raises=True):
+            yield output.outputs[0].text
+
+    def _step(self) -> SequenceUpdates:
+        """One step; what is being streamed learns of it, whoever asked for the step."""
+        updates = self.engine.step()
+        if self._streamed:
+            pairs = zip(updates.sequences, updates.token_ids.tolist(), strict=True)
+            for sequence, token_id in pairs:
+                if sequence in self._streamed:
+                    self._streamed[sequence].append(sequence, token_id)
+        return updates

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -38,6 +39,7 @@ class LogprobsRecord:
         self.num_top = num_top
         self._length = 0
         self._parts: list[LogprobsOutput] = []
+        self._starts: list[int] = []
 
     def __len__(self) -> int:
         return self._length
@@ -51,20 +53,23 @@ class LogprobsRecord:
             ranks=output.ranks[start:end].copy(),
         )
         self._parts.append(part)
+        self._starts.append(self._length)
         self._length += end - start
 
-    def total(self) -> float:
-        """The sum over the tokens themselves."""
-        return sum(float(part.logprobs[:, 0].sum(dtype=np.float64)) for part in self._parts)
-
-    def as_dicts(self, text_of: Callable[[int], str] | None) -> list[dict[int, Logprob]]:
+    def as_dicts(
+        self, text_of: Callable[[int], str] | None, start: int = 0, stop: int | None = None
+    ) -> list[dict[int, Logprob]]:
         """One mapping of token id to `Logprob` for each token; the token itself comes first.
 
         Args:
             text_of: text of a token id; None: no texts.
+            start: only from that token on, which is where an `append` began.
+            stop: and only up to that token, where another began or will; None: all.
         """
+        first = bisect.bisect_left(self._starts, start)
+        last = None if stop is None else bisect.bisect_left(self._starts, stop)
         dicts = []
-        for part in self._parts:
+        for part in self._parts[first:last]:
             columns = (part.token_ids.tolist(), part.logprobs.tolist(), part.ranks.tolist())
             for ids, values, rank in zip(*columns, strict=True):
                 # A token that is among the likeliest has its rank there, ties in their order.

@@ -30,7 +30,8 @@ class CompletionOutput:
     """Place among the request's streams."""
     text: str
     """The decoded output, up to the stop string or the stop token's text unless asked for; special
-    tokens are left out unless asked for."""
+    tokens are left out unless asked for. Under output_kind DELTA this, `token_ids` and `logprobs`
+    have what came since the last output."""
     token_ids: list[int]
     """Generated ids, an end token included."""
     finish_reason: FinishReason | None
@@ -44,7 +45,8 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     """For each of `token_ids`: itself and the likeliest tokens, by id; None as above."""
     error: str | None = None
-    """What went wrong, under reason "error"."""
+    """What went wrong, under reason "error"; why it was ended, if not on the caller's own word,
+    under reason "abort"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +73,9 @@ class RequestOutput:
     """A request and what was generated for it."""
 
     request_id: str
-    """Unique within an engine's life."""
+    """Unique among the unfinished requests of an engine."""
+    prompt_index: int = 0
+    """Place of the prompt in the list of the call."""
     prompt: str | None
     """The prompt's text; None if it came as token ids or messages."""
     prompt_token_ids: list[int]
@@ -86,7 +90,8 @@ class RequestOutput:
     """Times of the request."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """For each of `prompt_token_ids`: itself and the likeliest tokens, by id; None for the first,
-    which nothing predicts. None if none were asked for."""
+    which nothing predicts; fewer if the request ended before its first token. Under output_kind
+    DELTA in the first output only. None if none were asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

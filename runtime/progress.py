@@ -6,7 +6,7 @@ import time
 
 from tqdm import tqdm
 
-from .engine import EngineCounters
+from .metrics import EngineCounters
 
 
 class Progress:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypeGuard, cast
+from typing import Any, TypeAlias, TypeGuard, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,9 @@ from .sampling_params import SamplingParams
 from .tokenizer import Message, Tokenizer
 
 TokenIds: TypeAlias = "Sequence[int] | npt.NDArray[np.integer]"
-Prompt: TypeAlias = "str | TokenIds"
+Prompt: TypeAlias = "str | TokenIds | Mapping[str, Any]"
+"""Text, token ids, or a mapping with one of "prompt" and "prompt_token_ids" for them and optionally
+"cache_salt", a text: only prompts with the same salt share cached K/V."""
 Conversation: TypeAlias = Sequence[Message]
 
 
@@ -24,37 +27,75 @@ class EncodedPrompt:
 
     text: str | None
     token_ids: TokenIds
+    cache_salt: str | None = None
 
 
 def encode_prompts(prompts: Prompt | Sequence[Prompt], tokenizer: Tokenizer) -> list[EncodedPrompt]:
-    """One entry per prompt; a lone string or flat list of ids is one prompt.
+    """One entry per prompt; a lone string, mapping or flat list of ids is one prompt.
 
     Raises:
         TypeError: something is neither text nor token ids; its place is named.
+        InvalidRequestError: a mapping has other entries than it can; its place is named.
     """
     listed: Sequence[Prompt]
-    if isinstance(prompts, str) or is_token_ids(prompts):
+    if isinstance(prompts, str | Mapping) or is_token_ids(prompts):
         listed = [prompts]
-    elif isinstance(prompts, Sequence):
+    elif isinstance(prompts, Sequence) and not isinstance(prompts, bytes | bytearray):
         listed = cast("Sequence[Prompt]", prompts)
     else:
         raise TypeError(
             f"prompts is a {type(prompts).__name__}; give a string, a list of token ids, or a "
             f"list of either"
         )
-    for index, prompt in enumerate(listed):
-        if not (isinstance(prompt, str) or is_token_ids(prompt) or _is_empty(prompt)):
-            raise TypeError(
-                f"prompt {index} is {prompt!r:.80}; give a string or a list of token ids"
-            )
-    texts = [prompt for prompt in listed if isinstance(prompt, str)]
+    parsed = [_parse_prompt(prompt, f"prompt {index}") for index, prompt in enumerate(listed)]
+    texts = [prompt.text for prompt in parsed if prompt.text is not None]
     encoded = iter(tokenizer.encode_batch(texts) if texts else [])
     return [
-        EncodedPrompt(prompt, next(encoded))
-        if isinstance(prompt, str)
-        else EncodedPrompt(None, prompt)
-        for prompt in listed
+        prompt if prompt.text is None else dataclasses.replace(prompt, token_ids=next(encoded))
+        for prompt in parsed
     ]
+
+
+def encode_prompt(prompt: Prompt, tokenizer: Tokenizer) -> EncodedPrompt:
+    """One prompt; raises as `encode_prompts`."""
+    parsed = _parse_prompt(prompt, "prompt")
+    if parsed.text is None:
+        return parsed
+    return dataclasses.replace(parsed, token_ids=tokenizer.encode(parsed.text))
+
+
+def check_cache_salt(cache_salt: object, name: str = "cache_salt") -> str | None:
+    """The salt; raises TypeError or InvalidRequestError if it is not a text, or empty."""
+    if cache_salt is not None and not isinstance(cache_salt, str):
+        raise TypeError(f"{name}={cache_salt!r:.80} is not a string")
+    if cache_salt == "":
+        raise InvalidRequestError(f"{name} is empty; give a text, or leave it out")
+    return cache_salt
+
+
+def _parse_prompt(prompt: object, name: str) -> EncodedPrompt:
+    """A prompt whose ids, if it is a text, are still missing."""
+    salt, given = None, prompt
+    if isinstance(prompt, Mapping):
+        unknown = [key for key in prompt if key not in ("prompt", "prompt_token_ids", "cache_salt")]
+        if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
+            raise InvalidRequestError(
+                f"{name} has the entries {list(prompt)!r:.80}; give prompt or prompt_token_ids, "
+                f"and cache_salt if needed"
+            )
+        salt = check_cache_salt(prompt.get("cache_salt"), f"{name}: cache_salt")
+        key = "prompt" if "prompt" in prompt else "prompt_token_ids"
+        given = prompt[key]
+        if isinstance(given, str) != (key == "prompt"):
+            raise TypeError(
+                f"{name}: {key} is {given!r:.80}; give a string as prompt, or a list of token ids "
+                f"as prompt_token_ids"
+            )
+    if isinstance(given, str):
+        return EncodedPrompt(given, (), salt)
+    if is_token_ids(given) or _is_empty(given):
+        return EncodedPrompt(None, cast("TokenIds", given), salt)
+    raise TypeError(f"{name} is {given!r:.80}; give a string or a list of token ids")
 
 
 def list_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
@@ -67,6 +108,15 @@ def list_conversations(messages: Conversation | Sequence[Conversation]) -> list[
             f"and content, or a list of such lists"
         )
     return list(messages)  # type: ignore[arg-type]
+
+
+def one_sampling_params(sampling_params: SamplingParams | None) -> SamplingParams:
+    """The value, or the default for None; raises TypeError for anything else."""
+    if sampling_params is None:
+        return SamplingParams()
+    if not isinstance(sampling_params, SamplingParams):
+        raise TypeError(f"sampling_params is {sampling_params!r:.80}, not a SamplingParams")
+    return sampling_params
 
 
 def list_sampling_params(
@@ -112,4 +162,4 @@ def is_conversation(value: object) -> TypeGuard[Conversation]:
 
 
 def _is_empty(value: object) -> bool:
-    return isinstance(value, Sequence) and not value
+    return isinstance(value, Sequence) and not isinstance(value, bytes | bytearray) and not value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
@@ -22,6 +23,17 @@ _MAX_ALLOWED_IDS = 2**20
 LogitsProcessor: TypeAlias = "Callable[[list[int], torch.Tensor], torch.Tensor]"
 """A function of the caller's: (ids generated so far, [vocab] float32 logits) to [vocab] logits.
 It gets copies, which it may change and return, and is called once per token of its request."""
+
+
+class RequestOutputKind(enum.Enum):
+    """What the outputs of one request tell while it is streamed."""
+
+    CUMULATIVE = 0
+    """Each output has everything so far."""
+    DELTA = 1
+    """Each output has what came since the last one. A slow reader gets fewer, longer ones."""
+    FINAL_ONLY = 2
+    """One output, when all is there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +139,12 @@ class SamplingParams:
     """False: no spaces between special tokens that follow each other, where the tokenizer's
     decoder would put some. Without effect if special tokens are left out."""
 
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """What each output of a stream has. `LLM.generate` and `chat` give final outputs always."""
+
     def __post_init__(self) -> None:
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise checks.wrong_type("output_kind", self.output_kind, "a RequestOutputKind")
         for name, value in (self._numbers() | self._sequences() | self._flags()).items():
             object.__setattr__(self, name, value)
         if self.min_tokens > self.max_tokens:

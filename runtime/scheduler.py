@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -109,13 +109,32 @@ class Scheduler:
         sequence.max_total_tokens = min(sequence.max_total_tokens, self.max_sequence_tokens)
         self._waiting.push(sequence)
 
-    def abort(self, sequence: Sequence) -> None:
-        """End a sequence now, with reason "abort"; a finished one is left as it is.
+    def hold(self, sequences: Iterable[Sequence]) -> None:
+        """Take unfinished sequences out of the queue, preempting those that run."""
+        held = {sequence for sequence in sequences if not sequence.is_finished}
+        for sequence in held.intersection(self.running_sequences()):
+            self._preempt(sequence)
+        self._waiting.remove(held)
+        for sequence in held:
+            sequence.status = SequenceStatus.HELD
+
+    def resume(self, sequences: Iterable[Sequence]) -> None:
+        """Put held sequences back to their places in the queue, those that have not ended."""
+        for sequence in sequences:
+            if sequence.status is SequenceStatus.HELD:
+                sequence.status = SequenceStatus.WAITING
+                self._waiting.push(sequence)
+
+    def abort(
+        self, sequence: Sequence, reason: FinishReason = "abort", error: Exception | None = None
+    ) -> None:
+        """End a sequence now; a finished one is left as it is.
 
         If its step is in flight the row still runs there, and its result is dropped.
         """
         if not sequence.is_finished:
-            self._end(sequence, "abort")
+            sequence.error = error
+            self._end(sequence, reason)
 
     def stop(self, sequence: Sequence, stop_string: str) -> None:
         """End a sequence in whose text a stop string was found, whatever its last token did."""
@@ -283,41 +302,40 @@ class Scheduler:
         self._blocks.commit(scheduled.step)
         record_logprobs(table.sequences, scheduled, output)
         table.end_flight()
-        sampled = scheduled.sampled
-        rows = scheduled.rows[sampled]
+        rows = scheduled.rows[scheduled.sampled]
         keep = table.is_live[rows]
         if not keep.all():  # aborted meanwhile
-            sampled, rows = sampled[keep], rows[keep]
-            token_ids, is_valid = token_ids[keep], is_valid[keep]
+            rows, token_ids, is_valid = rows[keep], token_ids[keep], is_valid[keep]
         sequences = table.sequences_at(rows)
         if not is_valid.all():
             failed = [s for s, valid in zip(sequences, is_valid.tolist(), strict=True) if not valid]
             finished = [self._fail(sequence, output) for sequence in failed]
             sequences = [s for s in sequences if s not in failed]
-            sampled, rows, token_ids = sampled[is_valid], rows[is_valid], token_ids[is_valid]
+            rows, token_ids = rows[is_valid], token_ids[is_valid]
         else:
             finished = []
-        table.append(rows, token_ids)
-        self._note_first_tokens(sequences, sampled >= scheduled.num_decodes)
+        now = self._clock()
+        gaps = table.append(rows, token_ids, now)
+        for i in np.flatnonzero(np.isnan(gaps)).tolist():
+            sequences[i].first_token_time = now
         finished += self._end_sequences(sequences, rows, token_ids)
-        return SequenceUpdates(sequences=sequences, token_ids=token_ids, finished=finished)
+        return SequenceUpdates(
+            sequences=sequences, token_ids=token_ids, gaps=gaps, finished=finished
+        )
 
-    def rollback(self, scheduled: ScheduledBatch) -> None:
-        """`scheduled` failed: all its sequences return to the queue and lose no token.
+    def rollback(self, scheduled: ScheduledBatch) -> list[Sequence]:
+        """`scheduled` failed: all its sequences, which are returned, go back to the queue.
 
-        What the step registered in the prefix cache is taken back. Blocks filled by earlier
-        steps stay findable, so that most of the work isn't done again.
+        They lose no token. What the step registered in the prefix cache is taken back. Blocks
+        filled by earlier steps stay findable, so that most of the work isn't done again.
         """
         rows = scheduled.rows
-        for sequence in self._table.sequences_at(rows[self._table.is_live[rows]]):
+        sequences = self._table.sequences_at(rows[self._table.is_live[rows]])
+        for sequence in sequences:
             self._preempt(sequence)
         self._blocks.rollback(scheduled.step)
         self._table.end_flight()
-
-    def _note_first_tokens(self, sequences: list[Sequence], ends_prompt: np.ndarray) -> None:
-        for i in np.flatnonzero(ends_prompt).tolist():
-            if sequences[i].first_token_time is None:
-                sequences[i].first_token_time = self._clock()
+        return sequences
 
     def _end_sequences(
         self, sequences: list[Sequence], rows: np.ndarray, token_ids: np.ndarray
@@ -367,7 +385,7 @@ class Scheduler:
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         if sequence.status is SequenceStatus.RUNNING:
             self._leave(sequence)
-        else:
+        elif sequence.status is SequenceStatus.WAITING:
             self._waiting.discard(sequence)
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason

@@ -36,6 +36,14 @@ class SchedulerConfig:
     itl_target_ms: float | None = None
     """Longest step that decodes should see, in milliseconds; None: the token budget alone."""
 
+    def check_priority(self, priority: int) -> None:
+        """Raise InvalidRequestError if the policy has no use for it."""
+        if priority and self.policy != "priority":
+            raise InvalidRequestError(
+                f"priority={priority} has no effect under policy={self.policy!r}; make the engine "
+                f"with policy='priority'"
+            )
+
     def check_prompt(self, num_prompt_tokens: int, num_blocks: int, block_size: int) -> None:
         """Raise InvalidRequestError if a prompt of that length could never be served.
 

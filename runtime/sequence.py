@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,8 @@ class SequenceStatus(enum.Enum):
     """Queued: owns no row and no block. Never admitted yet, or preempted."""
     RUNNING = "running"
     """Owns a row of the sequence table and blocks."""
+    HELD = "held"
+    """Taken out of the queue, as others are tried without it after a step that failed."""
     FINISHED = "finished"
 
 
@@ -78,6 +81,8 @@ class Sequence:
     chain_uid: int = ROOT_UID
 
     first_token_time: float | None = None
+    last_token_time: float = math.nan
+    """As of the last time the sequence left its row; NaN before the first token."""
     finish_time: float | None = None
     finish_reason: FinishReason | None = None
     """None while unfinished."""

@@ -37,6 +37,8 @@ class SequenceTable:
         """True where the host works on the logits; see `LogitsRules.needs_output_ids`."""
         self.is_live = np.zeros(max_num_seqs, dtype=bool)
         """False for a free row, and for an aborted sequence whose last step is in flight."""
+        self.last_token_times = np.zeros(max_num_seqs, dtype=np.float64)
+        """Seconds; NaN before the first token."""
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._rows_in_flight: set[int] = set()
         self._retired_rows: list[int] = []  # left while in flight: free when the step is in
@@ -62,6 +64,7 @@ class SequenceTable:
         self.min_total_tokens[row] = sequence.num_prompt_tokens + params.min_tokens
         self.obeys_end_tokens[row] = not params.ignore_eos
         self.has_stop_token_ids[row] = bool(params.stop_token_ids)
+        self.last_token_times[row] = sequence.last_token_time
         rules = sequence.rules
         self.needs_output_ids[row] = rules is not None and rules.needs_output_ids
         self.is_live[row] = True
@@ -70,11 +73,18 @@ class SequenceTable:
         """The sequences of [n] live rows."""
         return cast("list[Sequence]", [*map(self.sequences.__getitem__, rows.tolist())])
 
-    def append(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
-        """Add one token to each of [n] rows."""
+    def append(self, rows: np.ndarray, token_ids: np.ndarray, time: float) -> np.ndarray:
+        """Add one token, known since `time`, to each of [n] rows.
+
+        Returns:
+            [n] float64, seconds since the token before; NaN where there was none.
+        """
         num_tokens = self.num_tokens[rows]
         self.token_ids[rows, num_tokens] = token_ids
         self.num_tokens[rows] = num_tokens + 1
+        gaps: np.ndarray = time - self.last_token_times[rows]
+        self.last_token_times[rows] = time
+        return gaps
 
     def find_ends(
         self, rows: np.ndarray, token_ids: np.ndarray, end_token_ids: tuple[int, ...]
@@ -120,6 +130,7 @@ class SequenceTable:
         """
         row = sequence.row
         sequence.token_ids = self.token_ids[row, : self.num_tokens[row]].copy()
+        sequence.last_token_time = float(self.last_token_times[row])
         sequence.row = -1
         self.sequences[row] = None
         self.is_live[row] = False

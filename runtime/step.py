@@ -149,5 +149,22 @@ class SequenceUpdates:
     """Those that got a token, aborted ones excluded."""
     token_ids: np.ndarray
     """[len(sequences)] int64, aligned with `sequences`."""
+    gaps: np.ndarray
+    """[len(sequences)] float64, seconds since each one's token before; NaN for its first."""
     finished: list[Sequence]
     """Those that ended in this step."""
+
+    @classmethod
+    def nothing(cls) -> SequenceUpdates:
+        """Of a step that had nothing to do."""
+        return cls(sequences=[], token_ids=np.empty(0, np.int64), gaps=np.empty(0), finished=[])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFailure:
+    """A step that raised while it was prepared or run. The engine is as it was before it."""
+
+    error: Exception
+    """What was raised."""
+    sequences: list[Sequence]
+    """Those of the step, in the queue again with all their tokens."""

@@ -22,7 +22,7 @@ def number(
 ) -> float:
     """A real number from minimum, or above it, to maximum. NaN is outside every range."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise _wrong_type(name, value, "a real number")
+        raise wrong_type(name, value, "a real number")
     try:
         converted = float(value)
     except OverflowError:
@@ -37,11 +37,11 @@ def number(
 def integer(name: str, value: object, minimum: int, maximum: int | None) -> int:
     """A whole number from minimum to maximum; None: no maximum."""
     if isinstance(value, bool):
-        raise _wrong_type(name, value, "an integer")
+        raise wrong_type(name, value, "an integer")
     try:
         converted = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise _wrong_type(name, value, "an integer") from None
+        raise wrong_type(name, value, "an integer") from None
     if converted < minimum or (maximum is not None and converted > maximum):
         bounds = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
         raise _out_of_range(name, value, f"an integer {bounds}")
@@ -51,7 +51,7 @@ def integer(name: str, value: object, minimum: int, maximum: int | None) -> int:
 def flag(name: str, value: object) -> bool:
     """True or False, numpy's included."""
     if not isinstance(value, (bool, np.bool_)):
-        raise _wrong_type(name, value, "True or False")
+        raise wrong_type(name, value, "True or False")
     return bool(value)
 
 
@@ -67,7 +67,7 @@ def texts(name: str, value: object, limit: int) -> tuple[str, ...]:
     given = _items(name, listed, limit, "a string or a sequence of strings")
     for i, text in enumerate(given):
         if not isinstance(text, str):
-            raise _wrong_type(f"{name}[{i}]", text, "a string")
+            raise wrong_type(f"{name}[{i}]", text, "a string")
         if not text:
             raise InvalidRequestError(f"{name}[{i}]='' is empty: give at least one character")
         if any("\ud800" <= character <= "\udfff" for character in text):
@@ -82,7 +82,7 @@ def functions(name: str, value: object, limit: int) -> tuple[Callable[..., objec
     given = _items(name, value, limit, "a sequence of functions")
     for i, function in enumerate(given):
         if not callable(function):
-            raise _wrong_type(f"{name}[{i}]", function, "a function")
+            raise wrong_type(f"{name}[{i}]", function, "a function")
     return cast("tuple[Callable[..., object], ...]", given)
 
 
@@ -93,7 +93,7 @@ def biases(name: str, value: object, limit: int, most: float) -> tuple[tuple[int
     found: dict[int, float] = {}
     for pair in given:
         if not isinstance(pair, tuple) or len(pair) != 2:
-            raise _wrong_type(name, value, "a mapping of token ids to numbers")
+            raise wrong_type(name, value, "a mapping of token ids to numbers")
         token_id = integer(f"a token id of {name}", pair[0], 0, 2**63 - 1)
         found[token_id] = number(f"{name}[{token_id}]", pair[1], -most, most)
     return tuple(sorted(found.items()))
@@ -104,14 +104,15 @@ def _items(name: str, value: object, limit: int, expected: str) -> tuple[object,
         return ()
     is_text = isinstance(value, (str, bytes, bytearray))
     if is_text or isinstance(value, Mapping) or not isinstance(value, Iterable):
-        raise _wrong_type(name, value, expected)
+        raise wrong_type(name, value, expected)
     given = tuple(islice(value, limit + 1))  # some iterables never end
     if len(given) > limit:
         raise InvalidRequestError(f"{name} has more than {limit} entries: give at most {limit}")
     return given
 
 
-def _wrong_type(name: str, value: object, expected: str) -> TypeError:
+def wrong_type(name: str, value: object, expected: str) -> TypeError:
+    """The error for a value that is not `expected`."""
     return TypeError(f"{name}={_shown(value)} is of type {type(value).__name__}: give {expected}")
 
 

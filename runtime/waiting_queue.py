@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Collection
 
 from .sequence import Sequence, SequenceStatus
 
@@ -47,6 +48,12 @@ class WaitingQueue:
         """Count out a queued sequence that the caller marks FINISHED next."""
         assert sequence.status is SequenceStatus.WAITING, f"{sequence.request_id} doesn't wait"
         self._length -= 1
+
+    def remove(self, sequences: Collection[Sequence]) -> None:
+        """Take out queued sequences."""
+        self._heap = [entry for entry in self._heap if entry[2] not in sequences]
+        heapq.heapify(self._heap)
+        self._length -= len(sequences)
 
     def precedence(self, sequence: Sequence) -> tuple[int, int]:
         """Lower is served first. Unique, since arrival indices are."""

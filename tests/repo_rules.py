@@ -25,7 +25,7 @@ LOWER_LAYERS: Mapping[str, Collection[str]] = {
 }
 """What the layers below runtime may import from outside, the standard library aside."""
 
-LAZY = (*KERNEL_LIBRARIES, "pynvml", "transformers", "gguf", "huggingface_hub")
+LAZY = (*KERNEL_LIBRARIES, "pynvml", "transformers", "gguf", "huggingface_hub", "prometheus_client")
 """Slow or optional libraries: imported inside the function that needs them, or for types."""
 
 MAX_FILE_LINES = 400

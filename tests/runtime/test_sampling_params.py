@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from runtime.errors import InvalidRequestError
-from runtime.sampling_params import SamplingParams
+from runtime.sampling_params import RequestOutputKind, SamplingParams
 
 
 def test_defaults_sample_from_the_whole_distribution_for_256_tokens() -> None:
@@ -45,6 +45,7 @@ def test_defaults_sample_from_the_whole_distribution_for_256_tokens() -> None:
         "detokenize": True,
         "skip_special_tokens": True,
         "spaces_between_special_tokens": True,
+        "output_kind": RequestOutputKind.CUMULATIVE,
     }
 
 

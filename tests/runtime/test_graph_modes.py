@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import gc
 import json
+import weakref
 
 import pytest
 import torch
 
 from attention.native_build import usable_levels
 from graphs import GraphRunner
+from graphs.captured_graphs import CapturedGraphs
 from runtime import LLM, ConfigError, SamplingParams
 from runtime.model_runner import ModelRunner
 
 PROMPTS = [[(11 * i + j) % 250 for j in range(n)] for i, n in enumerate((1, 7, 16, 33, 60, 90))]
 SIZES = "1,2,4,8,16,32"
+PREEMPTING = {"num_kv_blocks": 10}
 MODES = ("full", "piecewise", "full_and_piecewise")
 DEVICES = [
     "cpu",
@@ -50,6 +53,20 @@ def run(path, **options):
         return [output.outputs[0].token_ids for output in outputs], llm.stats()
 
 
+@pytest.fixture(scope="module")
+def eager_tokens(checkpoint):
+    """Tokens of `run` without graphs, each kind of run once."""
+    known: dict[str, list] = {}
+
+    def tokens(family: str = "llama", **options):
+        key = f"{family} {sorted(options.items())}"
+        if key not in known:
+            known[key], _ = run(checkpoint(family), graph_mode="none", **options)
+        return known[key]
+
+    return tokens
+
+
 def kinds(stats) -> set[str]:
     return {bucket["mode"] for bucket in stats["buckets"]}
 
@@ -57,16 +74,26 @@ def kinds(stats) -> set[str]:
 # Equality
 
 
-@pytest.mark.parametrize("options", [{}, {"num_kv_blocks": 10}], ids=["roomy", "preempting"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+@pytest.mark.parametrize(
+    ("family", "mode", "options"),
+    [
+        ("llama", "full", {}),
+        ("llama", "piecewise", PREEMPTING),
+        ("llama", "full_and_piecewise", PREEMPTING),
+        ("mistral", "full", PREEMPTING),
+        ("mistral", "full_and_piecewise", {}),
+        ("qwen3", "piecewise", {}),
+        ("qwen3", "full_and_piecewise", PREEMPTING),
+    ],
+)
 @pytest.mark.parametrize("device", DEVICES)
-def test_graphs_give_the_tokens_of_eager_steps(checkpoint, device, family, mode, options):
-    eager, _ = run(checkpoint(family), device=device, graph_mode="none", **options)
+def test_graphs_give_the_tokens_of_eager_steps(
+    checkpoint, eager_tokens, device, family, mode, options
+):
     graphs, stats = run(
         checkpoint(family), device=device, graph_mode=mode, capture_sizes=SIZES, **options
     )
-    assert graphs == eager
+    assert graphs == eager_tokens(family, device=device, **options)
     assert stats["dropped"] == {}
     assert stats["falls"] == {}, "the ladder's top is the budget, so no step leaves it"
     wanted = set(mode.split("_and_"))
@@ -202,10 +229,9 @@ def test_the_schedulers_bucket_is_the_size_that_is_launched(checkpoint, mode, si
     assert sum(stats["falls"].values()) == sum(launch.fall != "" for launch in launches)
 
 
-def test_steps_off_the_ladder_run_eagerly_and_are_counted(checkpoint):
-    eager, _ = run(checkpoint("llama"))
+def test_steps_off_the_ladder_run_eagerly_and_are_counted(checkpoint, eager_tokens):
     graphs, stats = run(checkpoint("llama"), graph_mode="piecewise", capture_sizes=[1, 2, 8])
-    assert graphs == eager
+    assert graphs == eager_tokens(device="cpu")
     assert stats["falls"]["above the largest size"] > 0
     assert stats["falls"]["padding above 2x"] > 0
     assert sum(bucket["steps"] for bucket in stats["buckets"]) == stats["num_steps"]
@@ -251,12 +277,11 @@ def test_full_graphs_are_left_out_where_the_backend_has_none(checkpoint, caplog)
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("device", DEVICES)
-def test_late_captures_change_no_token_and_no_choice(checkpoint, device, mode):
+def test_late_captures_change_no_token_and_no_choice(checkpoint, eager_tokens, device, mode):
     options = {"device": device, "graph_mode": mode, "capture_sizes": SIZES}
-    eager, _ = run(checkpoint("llama"), device=device, graph_mode="none")
     early, early_stats = run(checkpoint("llama"), **options)
     late, late_stats = run(checkpoint("llama"), lazy_capture=True, **options)
-    assert early == late == eager
+    assert early == late == eager_tokens(device=device)
     assert early_stats["ladders"] == late_stats["ladders"]
     assert late_stats["falls"] == early_stats["falls"] == {}
     assert not any(capture["at_first_use"] for capture in early_stats["captures"])
@@ -282,10 +307,8 @@ def test_a_late_captures_time_is_not_taken_for_the_steps(checkpoint, monkeypatch
 
 
 def test_a_size_that_cannot_be_captured_is_named_and_the_scheduler_knows(
-    checkpoint, caplog, monkeypatch
+    checkpoint, eager_tokens, caplog, monkeypatch
 ):
-    from graphs.captured_graphs import CapturedGraphs
-
     capture = CapturedGraphs.capture
 
     def failing(self, bucket):
@@ -294,7 +317,7 @@ def test_a_size_that_cannot_be_captured_is_named_and_the_scheduler_knows(
         capture(self, bucket)
 
     monkeypatch.setattr(CapturedGraphs, "capture", failing)
-    eager, _ = run(checkpoint("llama"))
+    eager = eager_tokens(device="cpu")
     for lazy in (False, True):
         graphs, stats = run(
             checkpoint("llama"), graph_mode="piecewise", capture_sizes=SIZES, lazy_capture=lazy
@@ -355,15 +378,10 @@ def test_the_pool_shrinks_by_what_the_graphs_will_take(checkpoint, monkeypatch):
 
 
 def test_the_trials_memory_is_gone_before_the_pool_is_sized(checkpoint, monkeypatch):
-    from graphs.captured_graphs import CapturedGraphs
-    from runtime import model_runner
-
     trials = []
     measure = CapturedGraphs.measure
 
     def spy(self, buckets):
-        import weakref
-
         trials.append(weakref.ref(self))
         return measure(self, buckets)
 
@@ -374,7 +392,7 @@ def test_the_trials_memory_is_gone_before_the_pool_is_sized(checkpoint, monkeypa
         sized.append(trials[0]() is None)
         return 32 << 20
 
-    monkeypatch.setattr(model_runner, "cpu_kv_bytes", cpu_kv_bytes)
+    monkeypatch.setattr("runtime.model_runner.cpu_kv_bytes", cpu_kv_bytes)
     gc.disable()
     try:
         run(checkpoint("llama"), graph_mode="piecewise", capture_sizes=SIZES)

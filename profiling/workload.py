@@ -63,9 +63,12 @@ class Workload:
         pieces = [random_tokens((1, i), PREFIX_TOKENS, vocab_size) for i in self.prefix_ids[index]]
         return np.concatenate(pieces)[:num_tokens]
 
-    def head(self, count: int) -> Workload:
-        """The first `count` requests."""
-        return self._take(np.arange(min(count, len(self))))
+    def part(self, first: int, count: int) -> Workload:
+        """At most `count` requests from number `first` on, the first of them arriving at 0."""
+        if not 0 <= first < len(self):
+            raise ValueError(f"there is no request {first}: the workload has {len(self)}")
+        part = self._take(np.arange(first, min(first + count, len(self))))
+        return dataclasses.replace(part, arrivals=part.arrivals - part.arrivals[0])
 
     def limited(self, max_tokens: int) -> Workload:
         """Those of at most `max_tokens` tokens, prompt and output together."""
@@ -239,6 +242,7 @@ def add_workload_arguments(
     parser.add_argument("--inputs", type=int, nargs=2, default=(128, 2048), metavar="TOKENS")
     parser.add_argument("--outputs", type=int, nargs=2, default=(64, 256), metavar="TOKENS")
     parser.add_argument("--num-requests", type=int, help="drawn from the trace if it has fewer")
+    parser.add_argument("--first-request", type=int, default=0, help="where in the trace to begin")
     parser.add_argument("--arrivals", choices=("poisson", "fixed", "burst", "trace"))
     parser.add_argument("--burst", type=int, default=16, help="requests of a burst")
     parser.add_argument("--seed", type=int, default=0)
@@ -263,9 +267,9 @@ def read_workload(
         before, workload = len(workload), workload.limited(max_tokens)
         if len(workload) < before:
             print(f"{before - len(workload)} requests over {max_tokens} tokens left out")
-    count = args.num_requests or len(workload)
+    count = args.num_requests or len(workload) - args.first_request
     if count <= len(workload):
-        return workload.head(count)
+        return workload.part(args.first_request, count)
     if args.arrivals == "trace":
         raise SystemExit(f"the trace has {len(workload)} arrivals, not {count}: drop one option")
     return workload.resampled(count, args.seed)

@@ -106,12 +106,17 @@ def test_resampling_keeps_pairs_of_lengths(azure):
     assert set(zip(drawn.num_prompt_tokens, drawn.num_output_tokens, strict=True)) == pairs
 
 
-def test_limits_and_heads_keep_the_order(azure):
+def test_limits_and_parts_keep_the_order(azure):
     short = azure.limited(1000)
     assert 0 < len(short) < 200
     assert (short.num_prompt_tokens + short.num_output_tokens).max() <= 1000
     assert (np.diff(short.arrivals) >= 0).all()
-    assert azure.head(3).arrivals.tolist() == azure.arrivals[:3].tolist()
+    assert azure.part(0, 3).arrivals.tolist() == azure.arrivals[:3].tolist()
+    part = azure.part(197, 9)
+    assert part.num_prompt_tokens.tolist() == azure.num_prompt_tokens[197:].tolist()
+    assert part.arrivals == pytest.approx(azure.arrivals[197:] - azure.arrivals[197])
+    with pytest.raises(ValueError, match="no request 200"):
+        azure.part(200, 1)
 
 
 def test_uniform_lengths_reach_both_ends():

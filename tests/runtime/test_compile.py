@@ -114,17 +114,9 @@ def test_two_compilations_per_region_serve_forty_token_counts(checkpoint, tmp_pa
 # -- what they compute --------------------------------------------------------------------------
 
 
-SLOW = [
-    pytest.param(family, dtype, marks=pytest.mark.slow, id=f"{family}-{dtype}")
-    for family in FAMILIES
-    for dtype in DTYPES
-    if (family, dtype) != ("qwen3", torch.bfloat16)
-]
-
-
-@pytest.mark.parametrize(
-    ("family", "dtype"), [pytest.param("qwen3", torch.bfloat16, id="qwen3-bfloat16"), *SLOW]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_compiled_layers_are_as_near_to_the_exact_result_as_plain_ones(
     checkpoint, compile_cache, family, dtype
 ):

@@ -11,6 +11,9 @@ from pathlib import Path
 import numpy as np
 from step_time import StepShape
 
+_NUM_ROUNDS = 5
+"""Fits, each weighted by the predictions of the one before."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedStepTime:
@@ -61,20 +64,26 @@ class FittedStepTime:
 
 
 def fit(shapes: Sequence[StepShape], seconds: np.ndarray) -> FittedStepTime:
-    """The least squares of the relative errors, no coefficient below 0.
+    """The least squares of the errors relative to the prediction, no coefficient below 0.
+
+    Relative to what was measured, they would be least for predictions that are too short.
 
     Args:
         shapes: of the steps that ran.
         seconds: [n] float64, what each took.
     """
     tokens = np.array([shape.num_tokens for shape in shapes])
-    knots = [1 << power for power in range(int(tokens.max()).bit_length())]
+    knots = [4**power for power in range(-(-int(tokens.max()).bit_length() // 2))]
     ramps = [
         np.clip(tokens - a, 0, b - a) for a, b in zip(knots, [*knots[1:], 1 << 62], strict=True)
     ]
     others = [[s.num_kv_tokens, s.num_pairs, s.num_sampled] for s in shapes]
     features = np.column_stack([np.ones(len(shapes)), *ramps, np.array(others, dtype=float)])
-    found = _non_negative_least_squares(features / seconds[:, None], np.ones(len(shapes)))
+    predicted = seconds
+    for _ in range(_NUM_ROUNDS):
+        scaled = features / predicted[:, None]
+        found = _non_negative_least_squares(scaled, seconds / predicted)
+        predicted = features @ np.array(found)
     return FittedStepTime(
         base=found[0],
         knots=tuple(knots),

@@ -107,7 +107,7 @@ def _nvtx_ranges(database: sqlite3.Connection, domain: str) -> Iterator[RangeEve
             continue
         values = [row[name] for name in payloads if row[name] is not None]
         yield RangeEvent(
-            name=row["text"] or row["name"],
+            name=(row["text"] or row["name"]).partition(":")[0],  # counts may follow
             start=row["start"],
             end=row["end"],
             thread=row["globalTid"],

@@ -27,7 +27,7 @@ from .sampling_params import SamplingParams
 from .scheduler import Scheduler
 from .scheduler_config import SchedulerConfig
 from .sequence import Sequence
-from .step import ScheduledBatch, SequenceUpdates
+from .step import ScheduledBatch, SequenceUpdates, StepOutput
 from .step_cost import MeasuredCost, estimated_cost
 from .tokenizer import Tokenizer, load_end_token_ids
 
@@ -208,25 +208,18 @@ class Engine:
         If the batch fails, its sequences go back to the queue with all their tokens, and the
         error is raised: the engine is as it was, and the caller may retry or abort.
         """
+        self.scheduler.sizing.ladders = self._runner.ladders  # a graph may have been given up
         with self.ranges("schedule"):
             scheduled = self.scheduler.schedule()
         if scheduled.num_seqs == 0:
             return SequenceUpdates(sequences=[], token_ids=np.empty(0, np.int64), finished=[])
-        captures = self._runner.statistics.captures
-        start, num_captures = time.perf_counter(), len(captures)
-        try:
-            output = self._runner.execute(scheduled)
-        except BaseException:
-            self.scheduler.rollback(scheduled)
-            raise
-        is_own_time = len(captures) == num_captures
-        self._observe(scheduled, time.perf_counter() - start if is_own_time else None)
-        self.scheduler.sizing.ladders = self._runner.ladders  # a graph may have been given up
-        with self.ranges("update", scheduled.num_tokens):
-            updates = self.scheduler.update(scheduled, output)
-            if self._watched_texts and (stopped := self._end_at_stop_strings(updates)):
-                finished = [*updates.finished, *stopped]
-                updates = dataclasses.replace(updates, finished=finished)
+        with self.ranges.step(scheduled.num_tokens, scheduled.num_seqs, scheduled.bucket):
+            output = self._execute(scheduled)
+            with self.ranges("update", scheduled.num_tokens):
+                updates = self.scheduler.update(scheduled, output)
+                if self._watched_texts and (stopped := self._end_at_stop_strings(updates)):
+                    finished = [*updates.finished, *stopped]
+                    updates = dataclasses.replace(updates, finished=finished)
         self.counters.num_steps += 1
         self.counters.num_prompt_tokens += scheduled.num_tokens - scheduled.num_decodes
         self.counters.num_output_tokens += len(updates.sequences)
@@ -236,6 +229,18 @@ class Engine:
         if self.on_step is not None:
             self.on_step(scheduled)
         return updates
+
+    def _execute(self, scheduled: ScheduledBatch) -> StepOutput:
+        captures = self._runner.statistics.captures
+        start, num_captures = time.perf_counter(), len(captures)
+        try:
+            output = self._runner.execute(scheduled)
+        except BaseException:
+            self.scheduler.rollback(scheduled)
+            raise
+        is_own_time = len(captures) == num_captures
+        self._observe(scheduled, time.perf_counter() - start if is_own_time else None)
+        return output
 
     def _end_at_stop_strings(self, updates: SequenceUpdates) -> list[Sequence]:
         """End the sequences whose text got a stop string; those that had not ended already."""
@@ -287,6 +292,7 @@ class Engine:
             "graph_mode": config.graph_mode,
             "max_num_seqs": config.max_num_seqs,
             "max_num_batched_tokens": config.max_num_batched_tokens,
+            "num_kv_blocks": self._runner.num_kv_blocks,
             "ladders": {
                 "decode": list(ladders.decode.sizes) if ladders.decode else [],
                 "mixed": list(ladders.mixed.sizes) if ladders.mixed else [],

@@ -77,3 +77,11 @@ class Ranges:
             message=name, category=bucket or None, payload=num_tokens
         )
         return _Range(self._domain, attributes)
+
+    def step(self, num_tokens: int, num_seqs: int, bucket: int) -> AbstractContextManager[None]:
+        """The range around all that a scheduled step does; under NVTX its name has both counts."""
+        if self.opener is not None:
+            return self.opener("step", num_tokens, bucket)
+        if not self.enabled:
+            return self._off
+        return self(f"step: {num_tokens} tokens, {num_seqs} sequences", num_tokens, bucket)

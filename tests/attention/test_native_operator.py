@@ -54,6 +54,17 @@ def test_operator_keeps_its_contract(
     torch.library.opcheck(torch.ops.stepgraph.native_attention.default, operator_args(step))
 
 
+def test_operator_with_given_memory_keeps_its_contract_too(
+    make_spec: MakeSpec, make_step: MakeStep
+) -> None:
+    step = make_step(make_spec(dtype=torch.float32), [(1, 40), (9, 20)], padded_rows=2)
+    for tensor in (*step.cache.keys, *step.cache.values):
+        tensor.nan_to_num_(0)
+    operator = torch.ops.stepgraph.native_attention.out
+    out = torch.zeros(step.query.shape)
+    torch.library.opcheck(operator, operator_args(step), {"out": out})
+
+
 def test_compiled_layers_over_one_pool_equal_eager_ones(
     make_spec: MakeSpec, make_step: MakeStep
 ) -> None:

@@ -83,10 +83,12 @@ class PaddedBackend(TorchBackend):
         value: torch.Tensor,
         cache: PagedKVCache,
         plan: AttentionPlan,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write, then attend; padded rows give zeros."""
         if not isinstance(plan, PaddedPlan):
-            return super().run(layer, query, key, value, cache, plan)
+            return super().run(layer, query, key, value, cache, plan, out)
+        assert out is None, "a full graph's attention makes its own memory"
         spec, metadata = self.spec, plan.metadata
         keys, values = cache.keys[layer], cache.values[layer]
         write_kv(key, value, keys, values, metadata.slot_mapping)
@@ -102,5 +104,5 @@ class PaddedBackend(TorchBackend):
         grouped = query.reshape(heads)
         scores = torch.einsum("shgd,skhd->shgk", grouped, read_keys) * spec.scale
         weights = scores.masked_fill(hidden[:, None, None], float("-inf")).softmax(-1)
-        out = torch.einsum("shgk,skhd->shgd", weights, read_values).flatten(1, 2)
-        return torch.where(plan.active, out, torch.zeros_like(out))
+        attended = torch.einsum("shgk,skhd->shgd", weights, read_values).flatten(1, 2)
+        return torch.where(plan.active, attended, torch.zeros_like(attended))

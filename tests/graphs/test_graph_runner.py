@@ -1,37 +1,35 @@
-"""A captured step equals the eager one on the same padded inputs, in any traffic."""
+"""What the runner chooses, captures, returns and counts, and which defects its tests would see."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import numpy as np
 import pytest
 import torch
 
-from attention import AttentionSpec
 from attention.torch_backend import TorchBackend
 from graphs import CaptureError, GraphOptions, GraphRunner, Launch
 from graphs.host_graph import HostGraphPool
-from runtime.models import load_decoder, load_decoder_config
 from tests.graphs.padded_attention import PaddedBackend
+from tests.graphs.runner_setup import (
+    CPU,
+    DECODE_SIZES,
+    MIXED_SIZES,
+    MODES,
+    Setup,
+    decode_traffic,
+)
 from tests.graphs.traffic import (
     BLOCK_SIZE,
     BUDGET,
     MAX_BLOCKS,
-    MAX_MODEL_LEN,
     MAX_SEQS,
     Comparison,
-    Traffic,
     poisoned_cache,
     tiny_model,
     tiny_spec,
 )
-
-CPU = torch.device("cpu")
-DECODE_SIZES = (1, 2, 4, MAX_SEQS)
-MIXED_SIZES = (1, 2, 4, 8, 12, BUDGET)
-MODES = ("full", "piecewise", "full_and_piecewise")
 
 
 @pytest.fixture(scope="module")
@@ -39,130 +37,13 @@ def model():
     return tiny_model(CPU)
 
 
-class Setup:
-    def __init__(
-        self, model, mode, *, backend=None, model_to_capture=None, tolerance=1e-5, **options
-    ) -> None:
-        self.backend = backend or PaddedBackend(tiny_spec(CPU))
-        self.cache = poisoned_cache(self.backend.spec)
-        defaults = {"decode_sizes": DECODE_SIZES, "mixed_sizes": MIXED_SIZES}
-        self.options = GraphOptions(
-            mode=mode, max_blocks_per_seq=MAX_BLOCKS, **(defaults | options)
-        )
-        support = self.backend if isinstance(self.backend, PaddedBackend) else None
-        self.runner = GraphRunner(
-            model_to_capture or model,
-            self.backend,
-            self.cache,
-            self.options,
-            HostGraphPool(),
-            graph_support=support,
-        )
-        self.runner.capture()
-        assert not self.runner.dropped
-        self.comparison = Comparison(
-            model, self.backend, self.runner, self.cache, tolerance=tolerance
-        )
-
-    def serve(self, traffic: Traffic) -> list[Launch]:
-        """Run all that is queued, each step compared; the launches taken."""
-        before = len(self.comparison.steps)
-        while (step := traffic.schedule()) is not None:
-            traffic.update(step[0], self.comparison.step(*step))
-        return [step.launch for step in self.comparison.steps[before:]]
-
-
-def decode_traffic(num_seqs, *, length=3, max_tokens=6):
-    """num_seqs prompts that then decode together."""
-    traffic = Traffic(CPU)
-    for i in range(num_seqs):
-        traffic.add([(7 * i + j) % 50 for j in range(length)], max_tokens)
-    return traffic
-
-
-# Equality
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_every_captured_size_equals_eager_bit_for_bit(model, mode):
-    setup = Setup(model, mode)
-    taken = set()
-    sizes = [*range(1, MAX_SEQS + 1), *range(MAX_SEQS, 0, -1)]
-    for num_seqs in sizes:
-        taken |= {(launch.mode, launch.size) for launch in setup.serve(decode_traffic(num_seqs))}
-    for num_tokens in [*range(1, BUDGET + 1), *range(BUDGET, 0, -3)]:
-        launches = setup.serve(decode_traffic(1, length=num_tokens, max_tokens=1))
-        taken |= {(launch.mode, launch.size) for launch in launches}
-    wanted = set()
-    if mode != "piecewise":
-        wanted |= {("full", size) for size in DECODE_SIZES}
-    if mode != "full":
-        # A prompt of one token is a uniform step, so it takes the full graph where there is one.
-        wanted |= {("piecewise", size) for size in MIXED_SIZES[mode != "piecewise" :]}
-    assert wanted <= taken
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("seed", range(3))
-def test_random_mixed_traffic_equals_eager(model, mode, seed):
-    """With preemption and prefix hits; free blocks hold NaN until they are written."""
-    setup = Setup(model, mode)
-    rng = np.random.default_rng(seed)
-    traffic = Traffic(CPU, num_blocks=13)
-    launches = []
-    for _ in range(3):
-        for _ in range(8):
-            traffic.add_random(rng)
-        launches += setup.serve(traffic)
-    assert traffic.scheduler.num_preemptions > 0
-    assert traffic.num_cached_tokens > 0
-    kinds = {launch.mode for launch in launches}
-    assert (
-        kinds
-        == {
-            "full": {"full", "eager"},
-            "piecewise": {"piecewise"},
-            "full_and_piecewise": {"full", "piecewise"},
-        }[mode]
-    )
-
-
-@pytest.mark.slow
-def test_smollm2_on_three_sizes_equals_eager(smollm2):
-    """A real model; only three sizes, since a tape keeps every intermediate."""
-    config = dataclasses.replace(
-        load_decoder_config(smollm2), max_position_embeddings=MAX_MODEL_LEN
-    )
-    model = load_decoder(config, smollm2, dtype=torch.float32, device=CPU)
-    spec = AttentionSpec(
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=torch.float32,
-        device=CPU,
-        block_size=BLOCK_SIZE,
-        windows=config.windows,
-        scale=config.head_dim**-0.5,
-    )
-    sizes = {"decode_sizes": (2, 4), "mixed_sizes": (BUDGET,)}
-    setup = Setup(model, "full_and_piecewise", backend=PaddedBackend(spec), tolerance=1e-3, **sizes)
-    launches = setup.serve(decode_traffic(4, length=4)) + setup.serve(decode_traffic(2, length=6))
-    assert {launch.size for launch in launches if launch.mode != "eager"} == {2, 4, BUDGET}
-
-
-def test_lengths_that_jump_within_one_bucket(model):
-    setup = Setup(model, "full_and_piecewise")
-    for length in (2, 40, 1, 17, 16, 15):
-        setup.serve(decode_traffic(2, length=length, max_tokens=4))
+# Choice
 
 
 def test_a_backend_without_full_graphs_is_piecewise_throughout(model, caplog):
     setup = Setup(model, "full_and_piecewise", backend=TorchBackend(tiny_spec(CPU)))
     assert {launch.mode for launch in setup.serve(decode_traffic(3))} == {"piecewise"}
     assert "can't be part of a full graph" in caplog.text
-
-
-# Choice
 
 
 def test_kind_of_batch_decides_and_not_its_token_count(model):
@@ -325,6 +206,7 @@ def test_statistics_count_steps_tokens_padding_and_time(model):
     assert launches == [Launch(mode="piecewise", size=12)] + 3 * [Launch(mode="full", size=4)]
     setup.runner.statistics.add_seconds(launches[1], 0.25)
     table = json.loads(json.dumps(setup.runner.statistics.as_dict()))
+    captures = table.pop("captures")
     assert table == {
         "buckets": [
             {
@@ -334,6 +216,7 @@ def test_statistics_count_steps_tokens_padding_and_time(model):
                 "num_tokens": 9,
                 "num_padded_tokens": 3,
                 "seconds": 0.25,
+                "num_timed_steps": 1,
             },
             {
                 "mode": "piecewise",
@@ -342,10 +225,16 @@ def test_statistics_count_steps_tokens_padding_and_time(model):
                 "num_tokens": 9,
                 "num_padded_tokens": 3,
                 "seconds": 0.0,
+                "num_timed_steps": 0,
             },
         ],
         "falls": {},
+        "step_sizes": {"decode": [[3, 3]], "mixed": [[9, 1]]},
     }
+    buckets = [("full", size) for size in DECODE_SIZES]
+    buckets += [("piecewise", size) for size in MIXED_SIZES]
+    assert sorted((c["mode"], c["size"]) for c in captures) == sorted(buckets)
+    assert all(c["seconds"] > 0 and not c["at_first_use"] for c in captures)
 
 
 # Defects that only graphs have. Each is planted and must be seen.
@@ -417,7 +306,7 @@ def test_defect_piecewise_attention_planned_once(model):
 def test_defect_output_aliased_by_the_next_replay(model):
     setup = Setup(model, "full")
     setup.serve(decode_traffic(4))
-    aliased = setup.runner._hidden[:4]
+    aliased = setup.runner._graphs.hidden[:4]
     then = aliased.clone()
     setup.serve(decode_traffic(3))
     assert not torch.equal(aliased, then)
@@ -464,7 +353,7 @@ def test_defect_padded_row_that_touches_a_live_block(model, which):
         if planted:
             plant_stale_row(setup, which, owner, padded, live * BLOCK_SIZE)
         setup.runner.run(step)
-        return setup.runner._hidden[padded].clone(), setup.cache.keys[0][live].clone()
+        return setup.runner._graphs.hidden[padded].clone(), setup.cache.keys[0][live].clone()
 
     row, keys = run(False, 0.0)
     shifted_row, same_keys = run(False, 1.0)

@@ -31,7 +31,7 @@ BUDGET = 16
 NUM_BLOCKS = 30
 
 
-def tiny_config(max_model_len: int = MAX_MODEL_LEN) -> DecoderConfig:
+def tiny_config(max_model_len: int = MAX_MODEL_LEN, *, head_dim: int = 8) -> DecoderConfig:
     return DecoderConfig(
         architecture="Qwen3ForCausalLM",
         vocab_size=VOCAB,
@@ -40,7 +40,7 @@ def tiny_config(max_model_len: int = MAX_MODEL_LEN) -> DecoderConfig:
         num_layers=3,
         num_heads=4,
         num_kv_heads=2,
-        head_dim=8,
+        head_dim=head_dim,
         rms_norm_eps=1e-6,
         windows=(None, 7, None),
         qkv_bias=True,
@@ -55,9 +55,13 @@ def tiny_config(max_model_len: int = MAX_MODEL_LEN) -> DecoderConfig:
 
 
 def tiny_model(
-    device: torch.device, dtype: torch.dtype = torch.float32, max_model_len: int = MAX_MODEL_LEN
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    max_model_len: int = MAX_MODEL_LEN,
+    *,
+    head_dim: int = 8,
 ) -> Decoder:
-    config = tiny_config(max_model_len)
+    config = tiny_config(max_model_len, head_dim=head_dim)
     model = load_decoder(config, Path(), dtype=dtype, device=device, load_format="dummy", seed=1)
     for name, parameter in model.named_parameters():
         if "norm" not in name:
@@ -66,9 +70,13 @@ def tiny_model(
 
 
 def tiny_spec(
-    device: torch.device, dtype: torch.dtype = torch.float32, block_size: int = BLOCK_SIZE
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    block_size: int = BLOCK_SIZE,
+    *,
+    head_dim: int = 8,
 ) -> AttentionSpec:
-    config = tiny_config()
+    config = tiny_config(head_dim=head_dim)
     return AttentionSpec(
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
@@ -167,8 +175,9 @@ class Traffic:
 class Comparison:
     """Runs each step three times: by the runner, eagerly on its padded inputs, and unpadded.
 
-    Each has a cache of its own, in which whatever no step wrote stays NaN. Tokens may differ from
-    those of the unpadded run where its best logits lie within `tie`.
+    Each has a cache of its own, in which whatever no step wrote stays NaN. The first two must
+    agree bit for bit, the third within `tolerance`. Tokens may differ from those of the third
+    where its best logits lie within `tie`.
     """
 
     def __init__(
@@ -194,13 +203,18 @@ class Comparison:
         self._reference_cache = poisoned_cache(backend.spec, num_blocks)
         self.steps: list[PreparedStep] = []
 
-    @torch.inference_mode()
     def step(self, scheduled: ScheduledBatch, batch: InputBatch) -> np.ndarray:
         """Assert that all three agree; the greedy tokens."""
+        is_uniform = scheduled.is_uniform_decode
+        token_ids = self.compare(batch, scheduled.num_seqs, is_uniform)
+        assert self.steps[-1].is_uniform_decode == is_uniform
+        return token_ids
+
+    @torch.inference_mode()
+    def compare(self, batch, num_seqs: int, is_uniform: bool) -> np.ndarray:
+        """As `step`, of anything that has the tensors of an InputBatch."""
         runner = self._runner
-        launch = runner.dispatch(
-            scheduled.num_tokens, scheduled.num_seqs, scheduled.is_uniform_decode
-        )
+        launch = runner.dispatch(len(batch.input_ids), num_seqs, is_uniform)
         step = runner.prepare(launch, batch.input_ids, batch.positions, batch.metadata)
         self.steps.append(step)
         copy_cache(self._cache, self._twin_cache)
@@ -218,6 +232,10 @@ class Comparison:
         chosen = expected.gather(1, token_ids[:, None])[:, 0]
         assert bool((expected.amax(-1) - chosen <= self._tie).all())
         return token_ids.cpu().numpy()
+
+    def start_over(self) -> None:
+        """Take what the runner's cache holds now for what was computed before."""
+        copy_cache(self._cache, self._reference_cache)
 
     def _run(self, backend, plan, cache, inputs) -> torch.Tensor:
         attend = BoundAttention(backend=backend, plan=plan, cache=cache)

@@ -164,6 +164,18 @@ def test_graphs_traced_as_a_whole_count_as_device_time(tmp_path):
     assert (forward.busy, forward.gaps, forward.kernel_share) == (20, 0, 1)
 
 
+def test_steps_whose_names_tell_counts_are_one_range(tmp_path):
+    file = NsysFile(tmp_path / "run.sqlite")
+    for start, tokens in ((0, 5), (100, 9)):
+        file.nvtx(start, start + 40, f"step: {tokens} tokens, 2 sequences", tokens=tokens)
+        file.nvtx(start + 10, start + 30, 1, tokens=tokens)
+        file.launch(start + 15, start + 16, [(start + 20, start + 25, 4)])
+    step, forward = summarise(nsys_report.read_nsys(file.close()))
+    assert (step.name, step.count, step.num_tokens) == ("step", 2, 7.0)
+    assert (forward.name, forward.count) == ("forward", 2)
+    assert step.num_launches == forward.num_launches == 1, "nested ranges both hold the launch"
+
+
 def test_heaviest_kernels_come_first(report):
     trace = nsys_report.read_nsys(report)
     assert heaviest_kernels(trace, 5) == [("gemm", 6, 0.09), ("norm", 4, 0.05)]

@@ -45,7 +45,8 @@ def test_own_trace_holds_the_stages_and_counters_of_its_steps(engine, tmp_path, 
     run(engine, StepTracer(engine, "steps", start_step=start, num_steps=4, path=path))
     events = json.loads(path.read_text())["traceEvents"]
     stages = Counter(event["name"] for event in events if event["ph"] == "X")
-    assert stages == dict.fromkeys(("schedule", "pack", "plan", "forward", "sample", "update"), 4)
+    names = ("schedule", "step", "pack", "plan", "forward", "sample", "update")
+    assert stages == dict.fromkeys(names, 4)
     forward = [event for event in events if event["name"] == "forward"]
     assert [event["args"]["tokens"] for event in forward] == [first, 2, 2, 2]
     ends = [event["ts"] + event["dur"] for event in forward]
@@ -61,7 +62,7 @@ def test_torch_profiler_sees_the_stages_of_the_same_steps(engine, tmp_path):
     run(engine, StepTracer(engine, "torch", start_step=2, num_steps=3, path=path))
     found = {s.name: s for s in summarise(read_torch(path))}
     assert {name: s.count for name, s in found.items()} == dict.fromkeys(
-        ("schedule", "pack", "plan", "forward", "sample", "update"), 3
+        ("schedule", "step", "pack", "plan", "forward", "sample", "update"), 3
     )
     assert found["forward"].num_tokens == 2
     assert found["forward"].host > found["schedule"].host / 100

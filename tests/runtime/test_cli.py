@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 
 import pytest
 import torch
@@ -29,6 +30,18 @@ def test_chat_answers_one_message_or_lines(checkpoint, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n\nagain\n"))
     assert main(["chat", "--system", "be brief", *arguments]) == 0
     assert capsys.readouterr().err.count("tokens/s") == 2
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_statistics_are_written_where_they_are_asked_for(checkpoint, tmp_path, command, capsys):
+    path = tmp_path / "stats.json"
+    arguments = ["--model", str(checkpoint("llama")), "--max-tokens", "4", "--temperature", "0"]
+    assert main([command, "hello", *arguments, "--stats", str(path)]) == 0
+    stats = json.loads(path.read_text(encoding="utf-8"))
+    assert stats["schema_version"] == 1
+    assert stats["num_steps"] == 4
+    assert main([command, "hello", *arguments, "--stats", str(tmp_path / "no" / "x.json")]) == 1
+    assert "No such file or directory" in capsys.readouterr().err
 
 
 def test_stop_strings_and_penalties_are_flags_too(checkpoint, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 
 import pytest
@@ -39,7 +40,7 @@ def assert_balanced(recorder: Recorder) -> None:
     open_ranges = 0
     for kind, _ in recorder.events:
         open_ranges += 1 if kind == "push" else -1
-        assert open_ranges in (0, 1)
+        assert 0 <= open_ranges <= 2, "stages lie in a step, and not in each other"
     assert open_ranges == 0
 
 
@@ -62,22 +63,38 @@ def test_switched_on_without_a_profiler_or_cuda_it_runs():
         pass
 
 
+STAGES = ["pack", "plan", "forward", "sample", "update"]
+FIRST = ["schedule", "step: 3 tokens, 1 sequences", *STAGES]
+DECODE = ["schedule", "step: 1 tokens, 1 sequences", *STAGES]
+
+
+def pushed(recorder: Recorder) -> list:
+    return [attributes for kind, attributes in recorder.events if kind == "push"]
+
+
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+@pytest.mark.parametrize("graph_mode", ["none", "full", "piecewise", "full_and_piecewise"])
 def test_every_stage_of_a_step_has_its_range_and_no_token_changes(
-    checkpoint, compiled_once, compiled
+    checkpoint, compiled_once, compiled, graph_mode
 ):
-    with LLM(checkpoint("llama"), **SIZES) as llm:
+    """Around graph replays too, where the ranges of eager code would be missing."""
+    options = {"device": "cpu", "graph_mode": graph_mode, "capture_sizes": "1,4,32"} | SIZES
+    with LLM(checkpoint("llama"), **options) as llm:
         plain = llm.generate(["abc"], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
-    with LLM(checkpoint("llama"), compile=compiled, nvtx=True, **SIZES) as llm:
-        assert llm.engine.stats()["compile"]["enabled"] == compiled
+    with LLM(checkpoint("llama"), compile=compiled, nvtx=True, **options) as llm:
+        assert llm.stats()["compile"]["enabled"] == compiled
         ranges, recorder = recorded()
         llm.engine.ranges = llm.engine._runner._ranges = ranges
         outputs = llm.generate(["abc"], GREEDY, use_tqdm=False)
     assert outputs[0].outputs[0].token_ids == plain
-    names = [attributes[0] for kind, attributes in recorder.events if kind == "push"]
-    step = ["schedule", "pack", "plan", "forward", "sample", "update"]
-    assert names == [*step * 4, "detokenize"]
     assert_balanced(recorder)
+    events = pushed(recorder)
+    assert [name for name, _, _ in events] == [*FIRST, *DECODE * 3, "detokenize"]
+    sizes = {name: (bucket, num_tokens) for name, bucket, num_tokens in events[:7]}
+    bucket = 4 if graph_mode in ("piecewise", "full_and_piecewise") else None
+    assert sizes["forward"] == sizes[FIRST[1]] == (bucket, 3)
+    forwards = [attributes for attributes in events if attributes[0] == "forward"]
+    assert forwards[-1] == ("forward", None if graph_mode == "none" else 1, 1)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
@@ -89,10 +106,46 @@ def test_ranges_are_closed_when_a_step_raises(checkpoint, compiled_once, compile
             patch.setattr(type(llm.engine._runner._backend), "run", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 llm.generate(["abc"], GREEDY, use_tqdm=False)
-        assert recorder.events[-2:] == [("push", ("forward", None, 3)), ("pop", None)]
+        assert pushed(recorder)[-1] == ("forward", None, 3)
+        assert recorder.events[-2:] == [("pop", None)] * 2
         assert_balanced(recorder)
         assert llm.generate(["abc"], GREEDY, use_tqdm=False)[0].finished
         assert_balanced(recorder)
+
+
+@pytest.mark.parametrize("stage", ["prepare", "run"])
+def test_a_step_under_graphs_that_raises_closes_its_ranges_and_is_run_again(
+    checkpoint, stage, monkeypatch
+):
+    options = {"device": "cpu", "graph_mode": "full_and_piecewise", "capture_sizes": "1,4,32"}
+    with LLM(checkpoint("llama"), nvtx=True, **SIZES, **options) as llm:
+        ranges, recorder = recorded()
+        engine = llm.engine
+        engine.ranges = engine._runner._ranges = ranges
+        sequence = engine.add_request([1, 2, 3], GREEDY)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._runner._graphs, stage, lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                engine.step()
+        assert_balanced(recorder)
+        num_stages = {"prepare": 2, "run": 3}[stage]
+        assert [name for name, _, _ in pushed(recorder)] == FIRST[: 2 + num_stages]
+        while engine.has_unfinished:
+            engine.step()
+        assert len(sequence.output_token_ids) == 4
+        assert_balanced(recorder)
+
+
+def test_switched_off_no_step_touches_nvtx(checkpoint, monkeypatch):
+    class Forbidden:
+        def __getattr__(self, name):
+            raise AssertionError(f"{name} is called though the ranges are off")
+
+    monkeypatch.setitem(sys.modules, "nvtx", Forbidden())
+    with LLM(checkpoint("llama"), device="cpu", **SIZES) as llm:
+        monkeypatch.setattr(llm.engine.ranges, "_domain", Forbidden())
+        assert llm.engine.ranges.step(1, 1, 0) is llm.engine.ranges("schedule")
+        assert len(llm.generate(["abc"], GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 4
 
 
 def test_an_opener_takes_the_place_of_nvtx():
@@ -105,9 +158,9 @@ def test_an_opener_takes_the_place_of_nvtx():
     for enabled in (False, True):
         ranges = Ranges(enabled=enabled)
         ranges.opener = opener
-        with ranges("forward", 5, 8):
+        with ranges("forward", 5, 8), ranges.step(5, 2, 8):
             pass
         ranges.opener = None
         with ranges("forward", 6, 8):
             pass
-    assert opened == [("forward", 5, 8)] * 2
+    assert opened == [("forward", 5, 8), ("step", 5, 8)] * 2

@@ -1,0 +1,185 @@
+"""How well the simulator foretells the engine: fitted on one load, compared on others.
+
+    python profiling/calibrate.py [--num-requests 100] [--save TIMES.json]
+
+The engine serves a first load, and a step-time model is fitted to the steps that it ran
+(fitted_step_time.py). Then each load is served by the engine and simulated with the same arrivals,
+lengths and limits; nothing is fitted again. The other loads differ in their rate and in their
+lengths. The table has measured and simulated p50 and p99 beside each other.
+
+The machine should have nothing else to do: a simulated step takes what such a step takes on
+average, so what disturbs single steps is only in the measured tail. With --threads 1 times are CPU
+time, which other programs disturb less; pauses between arrivals then pass at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from fitted_step_time import FittedStepTime, fit
+from latency_report import LatencyReport, report
+from serving_driver import ServedRun, ServingDriver, warm_up
+from simulation import ServerOptions, shape_of, simulate
+from step_log import StepLog
+from step_time import StepShape
+from workload import Workload, uniform
+
+from runtime.config import EngineConfig
+from runtime.engine import Engine
+from runtime.step import ScheduledBatch
+
+KINDS, PERCENTILES = ("ttft", "tpot", "itl"), ("p50", "p99")
+LONGEST_BORDER = 0.005
+"""Seconds between two steps up to which the engine was busy handing in requests, not idle."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Lengths, both ends included, and Poisson arrivals."""
+
+    inputs: tuple[int, int]
+    outputs: tuple[int, int]
+    rate: float
+
+    def workload(self, num_requests: int, seed: int) -> Workload:
+        """Its requests."""
+        lengths = uniform(num_requests, self.inputs, self.outputs, seed)
+        return lengths.arriving("poisson", self.rate, seed)
+
+
+LOADS = {
+    "fitted": Load(inputs=(32, 1024), outputs=(16, 64), rate=0.8),
+    "another rate": Load(inputs=(32, 1024), outputs=(16, 64), rate=0.4),
+    "other lengths": Load(inputs=(32, 256), outputs=(32, 128), rate=0.8),
+}
+"""The first one is fitted to."""
+
+
+def make_engine(args: argparse.Namespace) -> Engine:
+    """The engine, warmed up."""
+    engine = Engine(
+        EngineConfig(
+            model=args.model,
+            max_model_len=2048,
+            max_num_batched_tokens=args.budget,
+            kv_cache_bytes=1 << 30,
+            enable_prefix_caching=False,
+            policy=args.policy,
+        )
+    )
+    warm_up(engine, args.budget)
+    return engine
+
+
+def step_seconds(log: StepLog) -> np.ndarray:
+    """[steps] float64: the time of each step, what lies between it and the one before included."""
+    starts = np.array([step.start for step in log])
+    ends = np.array([step.end for step in log])
+    borders = np.append(np.inf, starts[1:] - ends[:-1])
+    found: np.ndarray = ends - starts + np.where(borders < LONGEST_BORDER, borders, 0.0)
+    return found
+
+
+class CpuClock:
+    """The CPU time of this process, and the pauses that it was told to make."""
+
+    def __init__(self) -> None:
+        self._slept = 0.0
+
+    def now(self) -> float:
+        """Seconds."""
+        return time.process_time() + self._slept
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass at once."""
+        self._slept += seconds
+
+
+def serve(
+    engine: Engine, workload: Workload, *, by_cpu_time: bool
+) -> tuple[ServedRun, list[StepShape]]:
+    """Serve a workload, and keep the shape of every step."""
+    shapes: list[StepShape] = []
+
+    def keep(batch: ScheduledBatch, _: float) -> None:
+        shapes.append(shape_of(batch, is_captured=batch.bucket > 0))
+
+    clock = CpuClock()
+    now, sleep = (clock.now, clock.sleep) if by_cpu_time else (time.monotonic, time.sleep)
+    driver = ServingDriver(engine, workload, on_batch=keep, clock=now, sleep=sleep)
+    return driver.run(), shapes
+
+
+def simulated(engine: Engine, workload: Workload, step_time: FittedStepTime) -> LatencyReport:
+    """The report of the same workload in the simulator."""
+    options = ServerOptions(
+        # The requests ignore end tokens, so that their lengths are known.
+        scheduler=dataclasses.replace(engine.scheduler.config, end_token_ids=()),
+        num_blocks=engine.num_free_blocks,
+        block_size=engine.config.block_size,
+    )
+    result = simulate(workload, options, step_time)
+    return report(result.times, result.gaps, workload.num_prompt_tokens)
+
+
+def lines(name: str, measured: LatencyReport, foretold: LatencyReport) -> list[str]:
+    """A line of the table for each kind of latency."""
+    found = []
+    for kind in KINDS:
+        cells = []
+        for percentile in PERCENTILES:
+            a, b = getattr(measured, kind)[percentile], getattr(foretold, kind)[percentile]
+            cells.append(f"{1e3 * a:.1f} | {1e3 * b:.1f} | {100 * (b / a - 1):+.1f}%")
+        found.append(f"| {name} | {kind.upper()} | {' | '.join(cells)} |")
+    return found
+
+
+def main() -> None:
+    """Print the fit and the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--budget", type=int, default=256, help="tokens of a step")
+    parser.add_argument("--policy", default="fcfs")
+    parser.add_argument("--num-requests", type=int, default=100, help="of each load")
+    parser.add_argument("--threads", type=int, help="of torch")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save", type=Path, help="write the step times there, JSON")
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    engine = make_engine(args)
+    step_time: FittedStepTime | None = None
+    rows: list[str] = []
+    for number, (name, load) in enumerate(LOADS.items()):
+        workload = load.workload(args.num_requests, args.seed + number)
+        run, shapes = serve(engine, workload, by_cpu_time=args.threads == 1)
+        seconds = step_seconds(run.log)
+        if step_time is None:
+            step_time = fit(shapes, seconds)
+            print(f"{step_time}\n")
+        errors = seconds / np.array([float(step_time.step_seconds(s)) for s in shapes])
+        low, middle, high = np.percentile(errors, [5, 50, 95])
+        print(
+            f"{name}: {load}, {len(shapes)} steps; measured over foretold step times: "
+            f"5% {low:.2f}, 50% {middle:.2f}, 95% {high:.2f}",
+            flush=True,
+        )
+        measured = report(run.times, run.gaps, workload.num_prompt_tokens)
+        rows += lines(name, measured, simulated(engine, workload, step_time))
+    columns = [f"{p}, {what}" for p in PERCENTILES for what in ("measured", "simulated", "error")]
+    print(f"\n| load | ms | {' | '.join(columns)} |\n{'|---' * (2 + len(columns))}|")
+    print("\n".join(rows))
+    if args.save and step_time is not None:
+        step_time.save(args.save)
+
+
+if __name__ == "__main__":
+    main()

@@ -74,9 +74,9 @@ class ModelRunner:
             load_format=config.load_format,
             seed=config.seed,
         )
-        self._pack_weights()
+        refusal = self._pack_weights()
         self._layers = self._compile_layers()
-        regions = self._layers.regions or self._uncompiled_regions()
+        regions = self._layers.regions or self._uncompiled_regions(refusal)
         self._forward = functools.partial(self._model, regions=regions)
         self._spec = config.attention_spec(decoder_config)
         self._backend = select_backend(
@@ -140,7 +140,8 @@ class ModelRunner:
         graphs.statistics.add_seconds(step.launch, time.perf_counter() - start)
         return output
 
-    def _pack_weights(self) -> None:
+    def _pack_weights(self) -> str | None:
+        """Pack the weights, or say why they stay plain."""
         config, model = self._config, self._model
         refusal = pack_refusal(config.dtype, config.device, cache_dir=config.cache_dir)
         if refusal is None:
@@ -151,9 +152,10 @@ class ModelRunner:
                 refusal,
             )
         logger.info("weights packed: %s", "yes" if refusal is None else f"no, {refusal}")
+        return refusal
 
-    def _uncompiled_regions(self) -> Regions:
-        refusal = region_refusal(self._model)
+    def _uncompiled_regions(self, refusal: str | None) -> Regions:
+        refusal = refusal or region_refusal(self._model)
         logger.info("native regions: %s", "yes" if refusal is None else f"no, {refusal}")
         return native_regions(self._model) if refusal is None else PLAIN_REGIONS
 

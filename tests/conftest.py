@@ -119,8 +119,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 @pytest.fixture(scope="session")
 def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the run's tests keep compiled layers: each model is compiled once per token budget."""
-    return tmp_path_factory.mktemp("compiled")
+    """Where the run's tests keep compiled layers: each model is compiled once per token budget.
+
+    Native libraries come from where other tests have them.
+    """
+    from attention.native_build import cache_directory
+
+    directory, libraries = tmp_path_factory.mktemp("compiled"), cache_directory() / "native"
+    libraries.mkdir(parents=True, exist_ok=True)
+    (directory / "native").symlink_to(libraries)
+    return directory
 
 
 @pytest.fixture

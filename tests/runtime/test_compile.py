@@ -31,6 +31,16 @@ DTYPES = [torch.float32, torch.bfloat16]
 MAX_TOKENS = 32
 PROMPTS = [[(11 * i + j) % 250 for j in range(n)] for i, n in enumerate((1, 7, 16, 33, 60, 90))]
 CPU = torch.device("cpu")
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=(
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is present"),
+        ),
+    ),
+]
 
 
 def fail(message):
@@ -114,17 +124,9 @@ def test_two_compilations_per_region_serve_forty_token_counts(checkpoint, tmp_pa
 # -- what they compute --------------------------------------------------------------------------
 
 
-SLOW = [
-    pytest.param(family, dtype, marks=pytest.mark.slow, id=f"{family}-{dtype}")
-    for family in FAMILIES
-    for dtype in DTYPES
-    if (family, dtype) != ("qwen3", torch.bfloat16)
-]
-
-
-@pytest.mark.parametrize(
-    ("family", "dtype"), [pytest.param("qwen3", torch.bfloat16, id="qwen3-bfloat16"), *SLOW]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_compiled_layers_are_as_near_to_the_exact_result_as_plain_ones(
     checkpoint, compile_cache, family, dtype
 ):
@@ -153,7 +155,7 @@ def run(path, **options):
         SamplingParams(temperature=1, seed=5, max_tokens=20, ignore_eos=True),
     ] * 3
     sizes = {"max_model_len": 128, "max_num_batched_tokens": MAX_TOKENS}
-    with LLM(path, dtype="float32", **sizes, **options) as llm:
+    with LLM(path, dtype="float32", **sizes, **{"device": "cpu", **options}) as llm:
         outputs = [output for _ in range(2) for output in llm.generate(PROMPTS, params, False)]
         llm.engine.check_integrity()
         weights = weakref.ref(llm.engine._runner._model.embed_tokens)
@@ -170,27 +172,35 @@ def check_statistics(stats):
         assert (region["num_compilations"], region["num_recompilations"]) == (2, 0)
 
 
-def test_the_engine_gives_the_same_tokens(checkpoint, compiled_once, caplog):
-    plain, stats = run(checkpoint("llama"))
-    assert not stats["compile"]["enabled"]
-    assert stats["compile"]["reason"] == "the default on cpu, where it gains a few percent at most"
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_engine_gives_the_same_tokens(checkpoint, compiled_once, caplog, device):
+    options = {"device": device, "graph_mode": "none"}
+    plain, stats = run(checkpoint("llama"), compile=False, **options)
+    assert stats["compile"] == {"enabled": False, "reason": None, "regions": {}}
     with caplog.at_level("INFO", logger="stepgraph.runtime"):
-        compiled, stats = run(checkpoint("llama"), compile=True)
+        compiled, stats = run(checkpoint("llama"), compile=True, **options)
     assert compiled == plain
     check_statistics(stats)
     assert caplog.text.count("compiled layers: 6 compilations of 3 regions, ") == 1
 
 
-def test_under_graphs_too(checkpoint, compiled_once):
-    plain, _ = run(checkpoint("llama"))
-    graphs = {"graph_mode": "piecewise", "capture_sizes": "1,2,4,8,16,32"}
-    compiled, stats = run(checkpoint("llama"), compile=True, **graphs)
+@pytest.mark.parametrize("device", DEVICES)
+def test_under_graphs_too(checkpoint, compiled_once, device):
+    plain, _ = run(checkpoint("llama"), compile=False, graph_mode="none", device=device)
+    graphs = {"graph_mode": "full_and_piecewise", "capture_sizes": "1,2,4,8,16,32"}
+    compiled, stats = run(checkpoint("llama"), compile=True, device=device, **graphs)
     assert compiled == plain
     check_statistics(stats)
     assert (stats["falls"], stats["dropped"]) == ({}, {})
 
 
 # -- where there is no compiler -----------------------------------------------------------------
+
+
+def test_a_cpus_default_is_off_for_a_reason_that_the_statistics_give(checkpoint):
+    _, stats = run(checkpoint("llama"))
+    reason = "the default on cpu, where it gains a few percent at most"
+    assert stats["compile"] == {"enabled": False, "reason": reason, "regions": {}}
 
 
 def test_without_a_compiler_layers_run_plainly_and_one_warning_says_so(

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Workers side by side have a core each; read when torch is first imported.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 VOCAB_SIZE = 300
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "llama3_rope")

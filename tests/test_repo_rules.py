@@ -20,7 +20,7 @@ else:
 ROOT = Path(__file__).parent.parent
 TEST_COMMAND = (
     "python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt -e '.[dev]' && "
-    ".venv/bin/pytest"
+    ".venv/bin/pytest -n 2 --dist loadfile"
 )
 
 

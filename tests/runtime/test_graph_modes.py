@@ -185,9 +185,9 @@ def test_smollm2_under_graphs_of_three_sizes_gives_the_tokens_of_eager_steps(smo
             dtype="float32",
             max_model_len=64,
             max_num_seqs=4,
-            max_num_batched_tokens=24,
+            max_num_batched_tokens=16,
             graph_mode=graph_mode,
-            capture_sizes="2,4,24",
+            capture_sizes="2,4,16",
         ) as llm:
             outputs = llm.generate(["The sky is", "One, two,", "A"], greedy(6), use_tqdm=False)
             return [output.outputs[0].token_ids for output in outputs], llm.stats()

@@ -30,7 +30,7 @@ LAZY = (*KERNEL_LIBRARIES, "pynvml", "transformers", "gguf", "huggingface_hub", 
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 80
-MAX_TOTAL_LINES = 19_000
+MAX_TOTAL_LINES = 22_000
 """Of the three packages together, which must stay readable in a weekend."""
 
 

@@ -117,6 +117,9 @@ def test_hard_shutdown_and_a_drain_that_takes_too_long_keep_the_tokens(llm, time
     async def main():
         stream = llm.generate("abc", greedy(500))
         unread = llm.generate("xyz", greedy(500))
+        thread = llm._thread
+        await until(lambda: gate.is_blocking)
+        await until(lambda: len(thread._submissions) + thread._inbox.qsize() == 2)
         gate.let_through(3)
         await anext(stream)
         await until(lambda: gate.is_blocking)

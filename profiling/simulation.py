@@ -17,6 +17,7 @@ from latency_report import GapHistogram, RequestTimes
 from skipping_scheduler import DecodeRun, SkippingScheduler
 from step_log import LoggedStep, StepLog
 from step_time import StepShape, StepTime
+from whole_prompts import WholePromptScheduler
 from workload import PREFIX_TOKENS, Workload
 
 from runtime.block_manager import BlockManager
@@ -39,6 +40,8 @@ class ServerOptions:
     """KV blocks that sequences can own."""
     block_size: int = 16
     enable_prefix_caching: bool = False
+    whole_prompts: bool = False
+    """Under "prefill_first": admit and preempt as engines do that never cut a prompt."""
     captures_all: bool = False
     """Without ladders: every step runs under a graph of its own size, not eagerly."""
     skips: bool = True
@@ -115,7 +118,8 @@ class Replica:
         self._options = options
         self._step_time = step_time
         self._blocks = _block_manager(options)
-        self.scheduler = SkippingScheduler(
+        kind = WholePromptScheduler if options.whole_prompts else SkippingScheduler
+        self.scheduler = kind(
             options.scheduler, self._blocks, clock=lambda: self.now, step_cost=step_time
         )
         self._times = times

@@ -253,9 +253,11 @@ class FlashInferBackend(AttentionBackend):
 
 def _idle_rows(metadata: AttentionMetadata) -> tuple[slice, ...]:
     """Rows after the last sequence, and those of sequences without context."""
-    bounds = metadata.cu_seqlens_q_cpu
-    empty = np.flatnonzero((metadata.context_lens_cpu == 0) & (np.diff(bounds) > 0))
-    slices = [slice(int(bounds[i]), int(bounds[i + 1])) for i in empty]
+    bounds, contexts = metadata.cu_seqlens_q_cpu, metadata.context_lens_cpu
+    slices = []
+    if not contexts.all():
+        empty = np.flatnonzero((contexts == 0) & (np.diff(bounds) > 0))
+        slices = [slice(int(bounds[i]), int(bounds[i + 1])) for i in empty]
     if bounds[-1] < metadata.num_tokens:
         slices.append(slice(int(bounds[-1]), metadata.num_tokens))
     return tuple(slices)

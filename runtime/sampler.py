@@ -90,9 +90,24 @@ def stateless_uniforms(
     Returns:
         [n] float32, multiples of 2**-24.
     """
-    stream = _mix64(seeds + _GOLDEN_GAMMA)
-    mixed = _mix64(stream + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN_GAMMA)
-    uniforms: _Floats = (mixed >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+    return stream_uniforms(seed_streams(seeds), positions)
+
+
+def seed_streams(seeds: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """[n] uint64, where each seed's stream starts: the part of `stateless_uniforms` that stays."""
+    return _mix64(seeds + _GOLDEN_GAMMA)
+
+
+def stream_uniforms(
+    streams: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float32]:
+    """[n] float32: `stateless_uniforms` of the seeds whose `seed_streams` these are."""
+    mixed = positions.astype(np.uint64)
+    mixed += np.uint64(1)
+    mixed *= _GOLDEN_GAMMA
+    mixed += streams
+    uniforms: npt.NDArray[np.float32] = (_mix64(mixed) >> np.uint64(40)).astype(np.float32)
+    uniforms *= np.float32(2.0**-24)
     return uniforms
 
 
@@ -101,9 +116,11 @@ _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 def _mix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """SplitMix64's finaliser, David Stafford's variant 13 of MurmurHash3's."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: npt.NDArray[np.uint64] = values ^ (values >> np.uint64(31))
+    mixed: npt.NDArray[np.uint64] = values ^ (values >> np.uint64(30))
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    mixed ^= mixed >> np.uint64(27)
+    mixed *= np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(31)
     return mixed
 
 

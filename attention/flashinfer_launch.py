@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
 from .backend import AttentionPlan
 from .flashinfer_library import FlashInferLibrary
+from .flashinfer_options import PrefillKernel
 from .flashinfer_workspace import FlashInferWorkspace, Staging, decodes_on_tensor_cores
 from .metadata import AttentionSpec
 from .page_plan import PagePart, PagePlan
 
-PrefillKernel = Literal["fa2", "fa3"]
 LAUNCHES_PER_WINDOW = 2
 
 _LAYOUT = "NHD"

@@ -88,7 +88,6 @@ def pack(table: RowTable, scheduled: ScheduledBatch, staging: StagingBuffer) -> 
     context.cumsum(out=host["cu_seqlens_k"][1:])
     host["context_lens"][:] = context
     host["input_ids"][:] = scheduled.token_ids
-    # take() with out= goes through a buffer unless it may clip; all rows are in range.
     table.block_tables[:, :max_blocks].take(rows, axis=0, out=host["block_tables"], mode="clip")
     _fill_positions(host, scheduled, table.block_size)
     np.subtract(cu_seqlens_q[1:][sampled], 1, out=host["logits_indices"][:num_sampled])

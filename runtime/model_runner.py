@@ -80,7 +80,10 @@ class ModelRunner:
         self._forward = functools.partial(self._model, regions=regions)
         self._spec = config.attention_spec(decoder_config)
         self._backend = select_backend(
-            config.attention_backend, self._spec, cache_dir=config.cache_dir
+            config.attention_backend,
+            self._spec,
+            cache_dir=config.cache_dir,
+            flashinfer_options=config.flashinfer_options,
         )
         self._staging = StagingBuffer(config.device)
         self._rows = self._new_row_table()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from attention import AttentionSpec
+from attention import AttentionSpec, FlashInferOptions
 from graphs import GraphMode
 from graphs.capture_sizes import CaptureLadders
 
@@ -68,6 +68,8 @@ class ResolvedConfig:
     """As in EngineConfig."""
     attention_backend: str
     """A backend's name, or "auto"."""
+    flashinfer_options: FlashInferOptions | None
+    """As in EngineConfig."""
     max_logprobs: int
     """As in EngineConfig."""
     seed: int

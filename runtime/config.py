@@ -20,7 +20,7 @@ from . import model_source
 from .config_checks import capture_sizes, itl_target_ms, max_logprobs, one_of, positive, share
 from .environment import read_environment
 from .errors import ConfigError
-from .resolved_config import LoadFormat, ResolvedConfig
+from .resolved_config import LoadFormat, Quantization, ResolvedConfig
 from .scheduler_config import Policy
 from .step_cost import estimated_cost
 
@@ -105,6 +105,9 @@ class EngineConfig:
     can run; None: STEPGRAPH_ATTENTION, else "auto"."""
     flashinfer_options: FlashInferOptions | None = None
     """Kernels of attention backend "flashinfer"; None: those that are right everywhere."""
+    quantization: Quantization | None = None
+    """"int8": weights of bfloat16 on a CPU are rounded to int8, one factor for each output, which
+    makes steps of few sequences up to twice as fast. None: they stay as they are."""
     max_logprobs: int = 20
     """Most likeliest tokens that a request may want log-probabilities of, for each token of its
     output or prompt; -1: the whole vocabulary."""
@@ -123,6 +126,7 @@ class EngineConfig:
             raise ConfigError(f"block_size={size} is not a power of two from 1 to {MAX_BLOCK_SIZE}")
         one_of("load_format", self.load_format, get_args(LoadFormat))
         one_of("policy", self.policy, get_args(Policy))
+        one_of("quantization", self.quantization, (None, *get_args(Quantization)))
         one_of("dtype", self.dtype, ("auto", *DTYPES))
         if self.graph_mode is not None:
             one_of("graph_mode", self.graph_mode, get_args(GraphMode))
@@ -180,6 +184,11 @@ class EngineConfig:
         budget = self._resolve_budget(device, env, reasons)
         num_seqs = self._resolve_num_seqs(budget, reasons)
         dtype = self._resolve_dtype(decoder, stored_dtype, reasons)
+        if self.quantization is not None and (device.type, dtype) != ("cpu", torch.bfloat16):
+            raise ConfigError(
+                f"quantization={self.quantization!r} is for bfloat16 on a CPU, not for {dtype} on "
+                f"{device}; leave it out, or ask for dtype='bfloat16' and device='cpu'"
+            )
         graph_mode = self._resolve_graph_mode(device, env, reasons)
         ladders = None
         if graph_mode != "none":
@@ -213,6 +222,7 @@ class EngineConfig:
             itl_target_ms=None if self.itl_target_ms is None else float(self.itl_target_ms),
             attention_backend=self.attention_backend or env.get("STEPGRAPH_ATTENTION", "auto"),
             flashinfer_options=self.flashinfer_options,
+            quantization=self.quantization,
             max_logprobs=self.max_logprobs,
             seed=self.seed,
             nvtx=self._resolve_switch("nvtx", env, reasons),

@@ -38,10 +38,10 @@ def max_logprobs(value: object) -> int:
     return int(value)
 
 
-def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+def one_of(name: str, value: object, allowed: tuple[str | None, ...]) -> None:
     """One of the allowed texts."""
     if value not in allowed:
-        raise ConfigError(f"{name}={value!r} is not one of {', '.join(allowed)}")
+        raise ConfigError(f"{name}={value!r} is not one of {', '.join(map(str, allowed))}")
 
 
 def capture_sizes(value: str | Sequence[int]) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ from graphs import (
 )
 
 from .compiled_layers import CompiledLayers, compile_layers
+from .errors import ConfigError
 from .input_batch import InputBatch, pack
 from .kv_memory import cpu_kv_bytes, cuda_kv_bytes, estimated_graph_bytes, size_kv_pool
 from .models import (
@@ -148,13 +149,16 @@ class ModelRunner:
         config, model = self._config, self._model
         refusal = pack_refusal(config.dtype, config.device, cache_dir=config.cache_dir)
         if refusal is None:
-            pack_decoder(model, cache_dir=config.cache_dir)
+            pack_decoder(model, int8=config.quantization == "int8", cache_dir=config.cache_dir)
+        elif config.quantization is not None:
+            raise ConfigError(f"quantization={config.quantization!r} can't be done: {refusal}")
         elif config.device.type == "cpu" and config.dtype == torch.bfloat16:
             logger.warning(
                 "weights can't be packed for this CPU: %s. Steps will take several times as long",
                 refusal,
             )
-        logger.info("weights packed: %s", "yes" if refusal is None else f"no, {refusal}")
+        packed = f"yes, in {config.quantization or 'bfloat16'}"
+        logger.info("weights packed: %s", packed if refusal is None else f"no, {refusal}")
         return refusal
 
     def _uncompiled_regions(self, refusal: str | None) -> Regions:

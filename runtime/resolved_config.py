@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .models import DecoderConfig
 
 LoadFormat = Literal["auto", "dummy"]
+Quantization = Literal["int8"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,8 @@ class ResolvedConfig:
     attention_backend: str
     """A backend's name, or "auto"."""
     flashinfer_options: FlashInferOptions | None
+    """As in EngineConfig."""
+    quantization: Quantization | None
     """As in EngineConfig."""
     max_logprobs: int
     """As in EngineConfig."""

@@ -2,8 +2,8 @@
 
 A plain bfloat16 weight is brought into the layout of the CPU's dot products at every call, which
 for few rows costs as much as the product; a packed one is brought into it once, in bfloat16 or
-rounded to int8, which halves the bytes that a step of few rows has to read. Its kernels are a native
-library, csrc/native_layers.cpp; the operator is stepgraph::packed_linear.
+rounded to int8, which halves the bytes that a step of few rows has to read. Its kernels are a
+native library, csrc/native_layers.cpp; the operator is stepgraph::packed_linear.
 """
 
 from __future__ import annotations

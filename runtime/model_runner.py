@@ -88,7 +88,12 @@ class ModelRunner:
         )
         self._staging = StagingBuffer(config.device)
         self._rows = self._new_row_table()
-        self._sampler = TokenSampler(config.max_num_seqs, decoder_config.vocab_size, config.device)
+        self._sampler = TokenSampler(
+            config.max_num_seqs,
+            decoder_config.vocab_size,
+            config.device,
+            cache_dir=config.cache_dir,
+        )
         self.estimated_graph_bytes: int | None = None
         """What was kept free of KV blocks for the graphs; None: the pool's size was given."""
         cache = self._allocate_kv_pool()

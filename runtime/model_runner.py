@@ -25,6 +25,7 @@ from graphs import (
 )
 
 from .compiled_layers import CompiledLayers, compile_layers
+from .errors import ConfigError
 from .input_batch import InputBatch, pack
 from .kv_memory import cpu_kv_bytes, cuda_kv_bytes, estimated_graph_bytes, size_kv_pool
 from .models import (
@@ -80,11 +81,19 @@ class ModelRunner:
         self._forward = functools.partial(self._model, regions=regions)
         self._spec = config.attention_spec(decoder_config)
         self._backend = select_backend(
-            config.attention_backend, self._spec, cache_dir=config.cache_dir
+            config.attention_backend,
+            self._spec,
+            cache_dir=config.cache_dir,
+            flashinfer_options=config.flashinfer_options,
         )
         self._staging = StagingBuffer(config.device)
         self._rows = self._new_row_table()
-        self._sampler = TokenSampler(config.max_num_seqs, decoder_config.vocab_size, config.device)
+        self._sampler = TokenSampler(
+            config.max_num_seqs,
+            decoder_config.vocab_size,
+            config.device,
+            cache_dir=config.cache_dir,
+        )
         self.estimated_graph_bytes: int | None = None
         """What was kept free of KV blocks for the graphs; None: the pool's size was given."""
         cache = self._allocate_kv_pool()
@@ -145,13 +154,16 @@ class ModelRunner:
         config, model = self._config, self._model
         refusal = pack_refusal(config.dtype, config.device, cache_dir=config.cache_dir)
         if refusal is None:
-            pack_decoder(model, cache_dir=config.cache_dir)
+            pack_decoder(model, int8=config.quantization == "int8", cache_dir=config.cache_dir)
+        elif config.quantization is not None:
+            raise ConfigError(f"quantization={config.quantization!r} can't be done: {refusal}")
         elif config.device.type == "cpu" and config.dtype == torch.bfloat16:
             logger.warning(
                 "weights can't be packed for this CPU: %s. Steps will take several times as long",
                 refusal,
             )
-        logger.info("weights packed: %s", "yes" if refusal is None else f"no, {refusal}")
+        packed = f"yes, in {config.quantization or 'bfloat16'}"
+        logger.info("weights packed: %s", packed if refusal is None else f"no, {refusal}")
         return refusal
 
     def _uncompiled_regions(self, refusal: str | None) -> Regions:

@@ -20,13 +20,17 @@ _LAYER_WEIGHTS = ("qkv_weight", "o_weight", "gate_up_weight", "down_weight")
 
 
 def pack_decoder(
-    decoder: Decoder, *, level: str | None = None, cache_dir: Path | None = None
+    decoder: Decoder,
+    *,
+    int8: bool = False,
+    level: str | None = None,
+    cache_dir: Path | None = None,
 ) -> None:
     """Pack all projections of a bfloat16 decoder on the CPU, in the order of their use.
 
     The plain weights are freed as it goes, except for a tied head's, which is the embedding:
-    there memory grows by one [vocab_size, hidden_size]. `level` and `cache_dir` are as for `pack`,
-    and so is what is raised.
+    there memory grows by one [vocab_size, hidden_size]. The arguments are as for `pack`, and so
+    is what is raised.
     """
     places: list[tuple[nn.Module, str]] = [
         (layer, name) for layer in decoder.layers for name in _LAYER_WEIGHTS
@@ -34,12 +38,12 @@ def pack_decoder(
     if decoder.lm_head is None:
         decoder.give_own_head(decoder.embed_tokens)
     places.append((decoder, "lm_head"))
-    memory = empty_in_huge_pages(sum(packed_bytes(getattr(*place)) for place in places))
+    memory = empty_in_huge_pages(sum(packed_bytes(getattr(*place), int8=int8) for place in places))
     start = 0
     for module, name in places:
         weight = getattr(module, name)
-        end = start + packed_bytes(weight)
-        packed = pack(weight, memory=memory[start:end], level=level, cache_dir=cache_dir)
+        end = start + packed_bytes(weight, int8=int8)
+        packed = pack(weight, int8=int8, memory=memory[start:end], level=level, cache_dir=cache_dir)
         delattr(module, name)
         setattr(module, name, packed)
         start = end

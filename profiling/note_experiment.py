@@ -147,13 +147,16 @@ def in_virtual_time(args: argparse.Namespace) -> None:
     """Print the constants, then a line for each host and pool below the note's."""
     print(f"{RooflineStepTime(model=MODELS['qwen3-8b'], hardware=HARDWARE['rtx4090'])}\n")
     model = MODELS["qwen3-8b"]
+    hosts = HOSTS
+    if args.launch_ms:
+        hosts = {f"{ms:g} ms a step": ms / 1e3 / model.num_layers for ms in args.launch_ms}
     without = LIBRARY_BYTES
     pools = {"after a warm-up": without + warm_up_bytes(model), "without one": without}
-    print(f"but seconds to launch a layer: {HOSTS}; bytes reserved: {pools}")
+    print(f"but seconds to launch a layer: {hosts}; bytes reserved: {pools}")
     print(f"mixed: budget {args.budget}; prefill_first: budget {WHOLE_PROMPTS}\n")
     print_table_head()
     for reserved in pools.values():
-        for host, per_layer in HOSTS.items():
+        for host, per_layer in hosts.items():
             step_time = eager(per_layer)
             num_tokens = BLOCK_SIZE * step_time.num_kv_blocks(BLOCK_SIZE, reserved=reserved)
             first = latencies(step_time, "prefill_first", WHOLE_PROMPTS, reserved, args.seeds)
@@ -225,6 +228,7 @@ def main() -> None:
     )
     parser.add_argument("--budget", type=int, default=256, help="tokens of a mixed step")
     parser.add_argument("--seeds", type=int, default=16)
+    parser.add_argument("--launch-ms", type=float, nargs="+", help="other hosts, ms of a step")
     parser.add_argument("--cpu", action="store_true", help="measure the engine, scaled down")
     parser.add_argument("--cpu-budget", type=int, default=128, help="tokens of a mixed step")
     parser.add_argument("--model", default="smollm2-135m-instruct", help="on a CPU")

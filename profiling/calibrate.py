@@ -68,6 +68,8 @@ LOADS = {
 """The first one is fitted to."""
 NUM_AT_ONCE = 24
 """Requests that show the capacity."""
+LEAST_REQUESTS = 8
+"""Of a load, however slow the machine is."""
 
 
 def make_engine(args: argparse.Namespace) -> Engine:
@@ -179,6 +181,9 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=256, help="tokens of a step")
     parser.add_argument("--policy", default="fcfs")
     parser.add_argument("--num-requests", type=int, default=64, help="of each load")
+    parser.add_argument(
+        "--max-seconds", type=float, default=80.0, help="of a load: else fewer requests"
+    )
     parser.add_argument("--threads", type=int, help="of torch")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", type=Path, help="write the step times there, JSON")
@@ -199,7 +204,8 @@ def main() -> None:
             capacities[lengths] = NUM_AT_ONCE / float(served.run.times.finish.max())
             fitted.append(served)
         rate = load.share * capacities[lengths]
-        workload = load.workload(args.num_requests, args.seed + number, rate)
+        count = max(LEAST_REQUESTS, min(args.num_requests, int(rate * args.max_seconds)))
+        workload = load.workload(count, args.seed + number, rate)
         served = serve(engine, workload, by_cpu_time=by_cpu_time)
         if step_time is None:
             fitted.append(served)
@@ -208,7 +214,10 @@ def main() -> None:
                 np.concatenate([part.seconds for part in fitted]),
             )
             print(f"{step_time}\n")
-        print(f"{name}: {load}, {rate:.2f} requests/s; {served.described(step_time)}", flush=True)
+        print(
+            f"{name}: {load}, {count} requests, {rate:.2f} a second; {served.described(step_time)}",
+            flush=True,
+        )
         measured = report(served.run.times, served.run.gaps, workload.num_prompt_tokens)
         rows += lines(name, measured, simulated(engine, workload, step_time))
     columns = [f"{p}, {what}" for p in PERCENTILES for what in ("measured", "simulated", "error")]

@@ -31,10 +31,10 @@ from .kv_memory import cpu_kv_bytes, cuda_kv_bytes, estimated_graph_bytes, size_
 from .models import (
     PLAIN_REGIONS,
     DecoderConfig,
+    Packing,
     Regions,
     load_decoder,
     native_regions,
-    pack_decoder,
     pack_refusal,
     region_refusal,
 )
@@ -66,6 +66,7 @@ class ModelRunner:
     ) -> None:
         self._config = config
         self._ranges = ranges
+        refusal = self._packing_refusal()
         self._model = load_decoder(
             # No position past max_model_len occurs, so the rotary table need not hold one.
             dataclasses.replace(decoder_config, max_position_embeddings=config.max_model_len),
@@ -74,8 +75,10 @@ class ModelRunner:
             device=config.device,
             load_format=config.load_format,
             seed=config.seed,
+            packing=None
+            if refusal
+            else Packing(int8=config.quantization == "int8", cache_dir=config.cache_dir),
         )
-        refusal = self._pack_weights()
         self._layers = self._compile_layers()
         regions = self._layers.regions or self._uncompiled_regions(refusal)
         self._forward = functools.partial(self._model, regions=regions)
@@ -149,15 +152,13 @@ class ModelRunner:
         graphs.statistics.add_seconds(step.launch, time.perf_counter() - start)
         return output
 
-    def _pack_weights(self) -> str | None:
-        """Pack the weights, or say why they stay plain."""
-        config, model = self._config, self._model
+    def _packing_refusal(self) -> str | None:
+        """Why the weights stay plain; None if they are packed."""
+        config = self._config
         refusal = pack_refusal(config.dtype, config.device, cache_dir=config.cache_dir)
-        if refusal is None:
-            pack_decoder(model, int8=config.quantization == "int8", cache_dir=config.cache_dir)
-        elif config.quantization is not None:
+        if refusal is not None and config.quantization is not None:
             raise ConfigError(f"quantization={config.quantization!r} can't be done: {refusal}")
-        elif config.device.type == "cpu" and config.dtype == torch.bfloat16:
+        if refusal is not None and config.device.type == "cpu" and config.dtype == torch.bfloat16:
             logger.warning(
                 "weights can't be packed for this CPU: %s. Steps will take several times as long",
                 refusal,

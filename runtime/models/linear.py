@@ -72,6 +72,17 @@ def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None)
     return product
 
 
+def embedding(ids: Tensor, weight: Tensor | PackedWeight) -> Tensor:
+    """Rows [n, in] of a weight [out, in], plain or packed from bfloat16, whose rows may be longer.
+
+    `ids` [n] int32 or int64 below out.
+    """
+    if isinstance(weight, Tensor):
+        return F.embedding(ids, weight)
+    assert weight.scales is None, "rounded weights are no embeddings"
+    return weight.panels[ids // PANEL, :, ids % PANEL].flatten(1)
+
+
 def pack_refusal(
     dtype: torch.dtype, device: torch.device, *, cache_dir: Path | None = None
 ) -> str | None:

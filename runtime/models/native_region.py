@@ -12,7 +12,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from attention.native_build import load_library
@@ -79,7 +78,7 @@ def native_regions(decoder: Decoder) -> Regions:
     def enter(
         decoder: Decoder, input_ids: Tensor, positions: Tensor
     ) -> tuple[AttentionInputs, RotaryFactors]:
-        residual = F.embedding(input_ids, decoder.embed_tokens)
+        residual = decoder.embed(input_ids)
         rotary = gather_rotary(decoder.rotary_table, positions, residual.dtype)
         return first.project(None, residual, rotary), rotary
 

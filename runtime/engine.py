@@ -16,6 +16,7 @@ import numpy as np
 from .block_manager import BlockManager
 from .config import EngineConfig
 from .errors import InvalidRequestError
+from .grammar import GrammarCompiler
 from .logits_rules import LogitsRules, check_vocabulary, make_logits_rules
 from .logprobs import LogprobsRecord
 from .metrics import EngineCounters, EngineMetrics, MetricsRecorder
@@ -46,7 +47,7 @@ class Engine:
     Args:
         config: the options.
         tokenizer: its end token ends sequences too, beside those that the model's files name.
-            Requests with `stop` or `bad_words` need it.
+            Requests with `stop`, `bad_words` or `structured_outputs` need it.
 
     Raises:
         ConfigError: options that don't go together or don't suit the model.
@@ -64,6 +65,12 @@ class Engine:
         self._tokenizer = tokenizer
         self.outputs = None if tokenizer is None else OutputBuilder(tokenizer)
         """Makes text of ids; None without a tokenizer."""
+        self.grammars: GrammarCompiler | None = None
+        """Compiles what `structured_outputs` ask for; None without a tokenizer."""
+        if tokenizer is not None:
+            self.grammars = GrammarCompiler(
+                tokenizer, vocab_size=self.vocab_size, end_token_ids=self.end_token_ids
+            )
         self.counters = EngineCounters()
         self._recorder = MetricsRecorder()
         self.on_step: Callable[[ScheduledBatch], None] | None = None
@@ -362,6 +369,7 @@ class Engine:
                 vocab_size=self.vocab_size,
                 end_token_ids=self.end_token_ids,
                 tokenizer=self._tokenizer,
+                grammars=self.grammars,
             )
             self._last_rules = (params, rules)
         return self._last_rules[1]

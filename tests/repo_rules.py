@@ -25,7 +25,10 @@ LOWER_LAYERS: Mapping[str, Collection[str]] = {
 }
 """What the layers below runtime may import from outside, the standard library aside."""
 
-LAZY = (*KERNEL_LIBRARIES, "pynvml", "transformers", "gguf", "huggingface_hub", "prometheus_client")
+LAZY = (
+    *(*KERNEL_LIBRARIES, "pynvml", "transformers", "gguf", "huggingface_hub"),
+    *("prometheus_client", "llguidance"),
+)
 """Slow or optional libraries: imported inside the function that needs them, or for types."""
 
 MAX_FILE_LINES = 400

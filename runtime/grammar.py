@@ -212,7 +212,8 @@ def _choice_source(form: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher
 
     quoted = (json.dumps(text, ensure_ascii=False) for text in form.choice or ())
-    source: str = LLMatcher.grammar_from_lark("start: " + " | ".join(quoted))
+    # As one terminal they make one automaton, whose size is no matter; as rules they would not.
+    source: str = LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(quoted))
     return source
 
 

@@ -10,9 +10,11 @@ from typing import Any, TypeAlias, TypeGuard, cast
 import numpy as np
 import numpy.typing as npt
 
+from . import value_checks as checks
+from .chat_format import ChatFormat, Message
 from .errors import InvalidRequestError
 from .sampling_params import SamplingParams
-from .tokenizer import Message, Tokenizer
+from .tokenizer import Tokenizer
 
 TokenIds: TypeAlias = "Sequence[int] | npt.NDArray[np.integer]"
 Prompt: TypeAlias = "str | TokenIds | Mapping[str, Any]"
@@ -108,6 +110,47 @@ def list_conversations(messages: Conversation | Sequence[Conversation]) -> list[
             f"and content, or a list of such lists"
         )
     return list(messages)  # type: ignore[arg-type]
+
+
+def encode_chats(
+    conversations: Sequence[Conversation],
+    chat_format: ChatFormat,
+    tokenizer: Tokenizer,
+    cache_salt: str | None,
+) -> list[EncodedPrompt]:
+    """One entry per conversation; what is wrong with one of several is named with its place."""
+    prompts = []
+    for index, conversation in enumerate(conversations):
+        try:
+            token_ids = tokenizer.apply_chat_template(conversation, chat_format)
+        except InvalidRequestError as error:
+            if len(conversations) == 1:
+                raise
+            raise InvalidRequestError(f"conversation {index}: {error}") from error
+        prompts.append(EncodedPrompt(None, token_ids, cache_salt))
+    return prompts
+
+
+def list_priorities(priority: int | Sequence[int] | None, num_prompts: int) -> list[int]:
+    """One number per prompt; None stands for 0.
+
+    Raises:
+        TypeError: something else than whole numbers.
+        InvalidRequestError: out of range, or neither one number nor one for each prompt.
+    """
+    if priority is None:
+        priority = 0
+    if isinstance(priority, str | bytes | bytearray) or not isinstance(priority, Sequence):
+        return [checks.integer("priority", priority, -(2**63), 2**63 - 1)] * num_prompts
+    if len(priority) != num_prompts:
+        raise InvalidRequestError(
+            f"priority has {len(priority)} entries for {num_prompts} prompts; give one number for "
+            "all or one for each"
+        )
+    return [
+        checks.integer(f"priority[{index}]", value, -(2**63), 2**63 - 1)
+        for index, value in enumerate(priority)
+    ]
 
 
 def one_sampling_params(sampling_params: SamplingParams | None) -> SamplingParams:

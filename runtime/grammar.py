@@ -202,9 +202,12 @@ def _close_objects(schema: object) -> None:
 
 
 def _regex_source(form: StructuredOutputsParams) -> str:
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, regex_to_lark
 
-    source: str = LLMatcher.grammar_from_regex(form.regex)
+    text = form.regex or ""
+    if (len(text) - len(text.rstrip("\\"))) % 2:
+        raise ValueError("it ends in a lone backslash")  # which the library would drop
+    source: str = LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(text, 'dws')}/")
     return source
 
 

@@ -35,8 +35,8 @@ class StructuredOutputsParams:
     order."""
 
     regex: str | None = None
-    """A regular expression that the whole text matches, in the syntax of Rust's regex crate: no
-    look-around, no back-references."""
+    r"""A regular expression that the whole text matches, in the syntax of Rust's regex crate: no
+    look-around, no back-references; \d, \w and \s mean ASCII's."""
 
     choice: Sequence[str] | None = None
     """The texts to choose from, at most 65,536; stored as a tuple."""

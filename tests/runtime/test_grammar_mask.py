@@ -10,7 +10,7 @@ import torch
 
 from runtime import StructuredOutputsParams
 from runtime.grammar import Grammar, GrammarCompiler, GrammarMatcher
-from runtime.grammar_mask import GrammarWork, apply_mask, prepare_mask
+from runtime.grammar_mask import GrammarWork, _apply_batched, apply_mask, prepare_mask
 from runtime.tokenizer import load_tokenizer
 
 VOCAB, END = 300, 257
@@ -112,9 +112,10 @@ def test_a_grammar_that_grows_too_complex_is_an_error_of_its_row(compiler, token
     assert bits_of(mask)[0].any()
 
 
+@pytest.mark.parametrize("apply", [apply_mask, _apply_batched])
 @pytest.mark.parametrize("vocab", [VOCAB - 45, VOCAB, 256])
 @pytest.mark.parametrize("places", [[0], [2, 4], [4, 1, 0]])
-def test_applying_keeps_the_allowed_logits_and_no_others(compiler, vocab, places) -> None:
+def test_applying_keeps_the_allowed_logits_and_no_others(compiler, vocab, places, apply) -> None:
     grammars = [compiler.compile(form) for form in FORMS[: len(places)]]
     mask = prepare_mask(make_work([g.start() for g in grammars], [[] for _ in places]))
     mask = dataclasses.replace(mask, places=np.array(places))
@@ -125,6 +126,24 @@ def test_applying_keeps_the_allowed_logits_and_no_others(compiler, vocab, places
             if not bits_of(mask)[index, token_id]:
                 expected[place, token_id] = -torch.inf
     changed = logits.clone()
-    apply_mask(changed, mask)
+    apply(changed, mask)
     assert torch.equal(changed, expected)
     assert (changed.isfinite().sum(dim=-1) == vocab).sum() == 5 - len(places)
+
+
+@pytest.mark.gpu
+def test_applying_on_a_gpu_gives_the_same_and_waits_for_nothing(compiler) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    places = [3, 0, 2]
+    mask = prepare_mask(make_work([compiler.compile(form).start() for form in FORMS[:3]], [[]] * 3))
+    mask = dataclasses.replace(mask, places=np.array(places))
+    logits = torch.randn((5, VOCAB))
+    on_device = logits.cuda()
+    apply_mask(logits, mask)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        apply_mask(on_device, mask)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(on_device.cpu(), logits)

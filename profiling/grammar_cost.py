@@ -115,7 +115,7 @@ def load(model: str) -> tuple[Tokenizer, GrammarCompiler, int, tuple[int, ...]]:
     tokenizer = load_tokenizer(path)
     vocab_size = load_decoder_config(path).vocab_size
     end_ids = load_end_token_ids(path, tokenizer)
-    compiler = GrammarCompiler(tokenizer, vocab_size=vocab_size, end_token_ids=end_ids)
+    compiler = GrammarCompiler(tokenizer, vocab_size, end_ids)
     return tokenizer, compiler, vocab_size, end_ids
 
 

@@ -76,9 +76,7 @@ class AsyncLLM:
         # One thread: requests keep their order, and the tokenizer is used by nobody else.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="stepgraph-tokenize")
         self._thread = EngineThread(self._llm.engine, max_waiting=max_waiting)
-        grammars = self._llm.engine.grammars
-        assert grammars is not None, "the engine has a tokenizer"
-        self._grammars = grammars
+        self._grammars = self._llm.engine.grammars
         self._limits = self._llm.engine.scheduler.config
         self._lock = threading.Lock()
         self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}

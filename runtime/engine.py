@@ -65,12 +65,8 @@ class Engine:
         self._tokenizer = tokenizer
         self.outputs = None if tokenizer is None else OutputBuilder(tokenizer)
         """Makes text of ids; None without a tokenizer."""
-        self.grammars: GrammarCompiler | None = None
-        """Compiles what `structured_outputs` ask for; None without a tokenizer."""
-        if tokenizer is not None:
-            self.grammars = GrammarCompiler(
-                tokenizer, vocab_size=self.vocab_size, end_token_ids=self.end_token_ids
-            )
+        self.grammars = GrammarCompiler(tokenizer, self.vocab_size, self.end_token_ids)
+        """Compiles what `structured_outputs` ask for."""
         self.counters = EngineCounters()
         self._recorder = MetricsRecorder()
         self.on_step: Callable[[ScheduledBatch], None] | None = None

@@ -82,13 +82,13 @@ class GrammarCompiler:
     """Makes grammars for one tokenizer, each once. Any thread may ask.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: of the model; None: everything is refused.
         vocab_size: rows of the model's logits.
         end_token_ids: allowed where a text is complete.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, vocab_size: int, end_token_ids: tuple[int, ...]
+        self, tokenizer: Tokenizer | None, vocab_size: int, end_token_ids: tuple[int, ...]
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -103,8 +103,8 @@ class GrammarCompiler:
         """The grammar of a form; takes up to some tens of milliseconds, the first one more.
 
         Raises:
-            InvalidRequestError: the form can't be read or enforced, the model has no end token,
-                or llguidance is missing.
+            InvalidRequestError: the form can't be read or enforced, the model has no tokenizer or
+                no end token, or llguidance is missing.
         """
         with self._lock:
             if form in self._kept:
@@ -143,8 +143,12 @@ class GrammarCompiler:
         except ImportError as error:
             raise InvalidRequestError(
                 "structured_outputs needs the package llguidance, which is not installed "
-                f"({error}); run: pip install 'stepgraph[structured]'"
+                f"({error}); run: pip install 'llguidance>=1.9,<2', or install the extra structured"
             ) from None
+        if self._tokenizer is None:
+            raise InvalidRequestError(
+                "structured_outputs needs a tokenizer, and this engine has none; leave it out"
+            )
         if not self._end_token_ids:
             raise InvalidRequestError(
                 "structured_outputs needs a model with an end token, and this one names none; "

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from .chat_format import ChatFormat
 from .config import EngineConfig
 from .engine import Engine
 from .errors import InvalidRequestError
+from .generation_defaults import default_sampling_params
 from .interrupts import deferred_interrupts
 from .live_request import LiveRequest
 from .log import configure_logging
@@ -41,6 +42,9 @@ from .sampling_params import RequestOutputKind, SamplingParams
 from .sequence import Sequence as TokenSequence
 from .step import SequenceUpdates
 from .tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 logger = logging.getLogger("stepgraph.runtime")
 
@@ -225,6 +229,14 @@ class LLM:
         salt, options = check_cache_salt(cache_salt), ChatFormat(**chat_format)
         prompts = encode_chats([messages], options, self.tokenizer, salt)
         return self._pieces(prompts, self._check(prompts, [params]), params)
+
+    def get_tokenizer(self) -> PreTrainedTokenizerFast:
+        """The model's tokenizer as transformers has it, for callers that format prompts."""
+        return self.tokenizer.loaded
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's own files recommend; see `default_sampling_params`."""
+        return default_sampling_params(self.engine.config.model_path)
 
     def reset_prefix_cache(self) -> None:
         """Forget the K/V of past prompts and outputs."""

@@ -71,7 +71,8 @@ class Tokenizer:
 
     def __init__(self, loaded: Any, *, name: str) -> None:
         """Wrap a fast tokenizer of transformers; `name` is what errors call the model."""
-        self._loaded = loaded
+        self.loaded = loaded
+        """The same as transformers has it."""
         self._name = name
         self.backend: TokenizersBackend = loaded.backend_tokenizer
         """The tokenizer of the `tokenizers` library, for decoding in steps."""
@@ -90,7 +91,7 @@ class Tokenizer:
     @property
     def eos_token_id(self) -> int | None:
         """Id of the token that ends a text, None where the tokenizer names none."""
-        eos: int | None = self._loaded.eos_token_id
+        eos: int | None = self.loaded.eos_token_id
         return eos
 
     def encode(self, text: str) -> list[int]:
@@ -121,11 +122,11 @@ class Tokenizer:
         """
         options = ChatFormat() if chat_format is None else chat_format
         checked = check_messages(messages)
-        if options.chat_template is None and not self._loaded.chat_template:
+        if options.chat_template is None and not self.loaded.chat_template:
             raise InvalidRequestError(
                 f"model {self._name} has no chat template; pass chat_template, or a plain prompt"
             )
-        apply = self._loaded.apply_chat_template
+        apply = self.loaded.apply_chat_template
         for name in options.chat_template_kwargs:
             if name in inspect.signature(apply).parameters:
                 raise InvalidRequestError(

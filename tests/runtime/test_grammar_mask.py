@@ -29,7 +29,7 @@ def tokenizer(checkpoint):
 
 @pytest.fixture(scope="module")
 def compiler(tokenizer) -> GrammarCompiler:
-    return GrammarCompiler(tokenizer, vocab_size=VOCAB, end_token_ids=(END,))
+    return GrammarCompiler(tokenizer, VOCAB, (END,))
 
 
 def make_work(matchers: list[GrammarMatcher], outputs: list[list[int]]) -> list[GrammarWork]:

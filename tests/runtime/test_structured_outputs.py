@@ -24,7 +24,7 @@ def tokenizer(checkpoint):
 
 @pytest.fixture
 def compiler(tokenizer) -> GrammarCompiler:
-    return GrammarCompiler(tokenizer, vocab_size=VOCAB, end_token_ids=(END,))
+    return GrammarCompiler(tokenizer, VOCAB, (END,))
 
 
 def accepts(tokenizer, grammar: Grammar, text: str) -> bool:
@@ -252,12 +252,17 @@ def test_several_threads_may_compile_at_once(compiler, tokenizer) -> None:
 
 def test_without_the_package_one_error_names_it(compiler, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(InvalidRequestError, match=r"needs the package llguidance.*\[structured\]"):
+    with pytest.raises(InvalidRequestError, match=r"needs the package llguidance.*run: pip install"):
         compiler.compile(StructuredOutputsParams(regex="a"))
 
 
+def test_an_engine_without_a_tokenizer_refuses(tokenizer) -> None:
+    with pytest.raises(InvalidRequestError, match="structured_outputs needs a tokenizer"):
+        GrammarCompiler(None, VOCAB, (END,)).compile(StructuredOutputsParams(regex="a"))
+
+
 def test_a_model_without_an_end_token_is_refused(tokenizer) -> None:
-    compiler = GrammarCompiler(tokenizer, vocab_size=VOCAB, end_token_ids=(VOCAB + 5,))
+    compiler = GrammarCompiler(tokenizer, VOCAB, (VOCAB + 5,))
     with pytest.raises(InvalidRequestError, match="needs a model with an end token"):
         compiler.compile(StructuredOutputsParams(regex="a"))
 

@@ -155,6 +155,8 @@ class AsyncLLM:
 
         Returns when it has ended. Other ids than those of unfinished requests do nothing.
         """
+        if not isinstance(request_id, str):
+            raise checks.wrong_type("request_id", request_id, "a string")
         submission = self._thread.find(request_id)
         if submission is not None:
             self._thread.cancel(submission)
@@ -192,6 +194,9 @@ class AsyncLLM:
             timeout: most seconds to drain, after which the rest is ended; None: as long as it
                 takes.
         """
+        drain = checks.flag("drain", drain)
+        if timeout is not None:
+            timeout = checks.number("timeout", timeout, 0.0, math.inf)
         self._thread.refuse("the engine was shut down; make a new one")
         if drain:
             await asyncio.wait([asyncio.wrap_future(self._thread.drain())], timeout=timeout)

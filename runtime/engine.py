@@ -25,7 +25,7 @@ from .models import load_decoder_config, stored_dtype
 from .output_builder import OutputBuilder
 from .output_text import OutputText
 from .outputs import FinishReason
-from .prompts import TokenIds
+from .prompts import TokenIds, check_request, one_sampling_params
 from .ranges import Ranges
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler
@@ -124,7 +124,9 @@ class Engine:
 
         Raises:
             InvalidRequestError: it can't be served, or not with these params.
+            TypeError: `params` are none.
         """
+        params = one_sampling_params(params)
         given = np.asarray(token_ids)
         if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
             raise InvalidRequestError(
@@ -167,8 +169,15 @@ class Engine:
             cache_salt: only requests with the same one share cached blocks.
 
         Raises:
-            InvalidRequestError: nothing was queued.
+            InvalidRequestError, TypeError: nothing was queued.
         """
+        params = one_sampling_params(params)
+        check_request(
+            request_id=request_id,
+            priority=priority,
+            arrival_time=arrival_time,
+            cache_salt=cache_salt,
+        )
         ids = self.check(token_ids, params)
         self.scheduler.config.check_priority(priority)
         rules = self._rules_of(params)

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from . import value_checks as checks
 from .chat_format import ChatFormat
 from .config import EngineConfig
 from .engine import Engine
@@ -280,6 +281,7 @@ class LLM:
         priority: int | Sequence[int] | None,
     ) -> list[RequestOutput]:
         engine, arrival_time = self.engine, time.monotonic()
+        use_tqdm = checks.flag("use_tqdm", use_tqdm)
         params = list_sampling_params(sampling_params, len(prompts))
         priorities = list_priorities(priority, len(prompts))
         for value in priorities:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeGuard, cast
@@ -73,6 +74,18 @@ def check_cache_salt(cache_salt: object, name: str = "cache_salt") -> str | None
     if cache_salt == "":
         raise InvalidRequestError(f"{name} is empty; give a text, or leave it out")
     return cache_salt
+
+
+def check_request(
+    *, request_id: object, priority: object, arrival_time: object, cache_salt: object
+) -> None:
+    """Raise TypeError or InvalidRequestError, which names the option, if one can't be used."""
+    if request_id is not None and not isinstance(request_id, str):
+        raise checks.wrong_type("request_id", request_id, "a string")
+    checks.integer("priority", priority, -(2**63), 2**63 - 1)
+    if arrival_time is not None:
+        checks.number("arrival_time", arrival_time, -math.inf, math.inf)
+    check_cache_salt(cache_salt)
 
 
 def _parse_prompt(prompt: object, name: str) -> EncodedPrompt:

@@ -60,7 +60,9 @@ class StructuredOutputsParams:
     """For JSON: a regex of what may stand between its tokens."""
 
     def __post_init__(self) -> None:
-        given = [name for name in KINDS if getattr(self, name) not in (None, False)]
+        given = [name for name in KINDS if getattr(self, name) is not None]
+        if self.json_object is False:
+            given.remove("json_object")
         if len(given) != 1:
             raise InvalidRequestError(
                 f"structured_outputs has {' and '.join(given) or 'nothing'}; give exactly one of "
@@ -71,7 +73,9 @@ class StructuredOutputsParams:
             "choice": self._choices(),
             **{name: _text(name, getattr(self, name)) for name in ("regex", "grammar")},
             "whitespace_pattern": _text("whitespace_pattern", self.whitespace_pattern),
-            "json_object": self.json_object and checks.flag("json_object", self.json_object),
+            "json_object": None
+            if self.json_object is None
+            else checks.flag("json_object", self.json_object),
         }
         for name in ("disable_any_whitespace", "disable_additional_properties"):
             values[name] = checks.flag(name, getattr(self, name))

@@ -157,28 +157,30 @@ def test_chunks_preemption_and_queueing_change_no_token(checkpoint, llm, limits)
         undisturbed(other.engine)
 
 
-@pytest.mark.parametrize("stage", ["before_the_draw", "after_the_draw"])
+@pytest.mark.parametrize("stage", ["before_the_mask", "after_the_draw"])
 def test_a_failed_step_leaves_the_matcher_where_it_was(llm, monkeypatch, stage):
-    """Steps fail before and after the mask was prepared; the tokens are as if none had."""
+    """The tokens are as if no step had failed."""
     engine, params = llm.engine, [structured("json", seed) for seed in range(3)]
     expected = [c.token_ids for c in generate(llm, [[1], [2], [3]], params)]
-    runner, sampler = engine._runner, engine._runner._sampler
-    real = {"before_the_draw": runner.execute, "after_the_draw": sampler.draw}[stage]
-    calls = []
+    runner = engine._runner
+    if stage == "before_the_mask":
+        owner, name = runner._model, "compute_logits"
+    else:
+        owner, name = runner._sampler, "draw"
+    real, calls = getattr(owner, name), []
 
     def failing(*arguments):
         calls.append(1)
-        if len(calls) % 4 == 0:
-            if stage == "after_the_draw":
-                real(*arguments)
+        is_failing = len(calls) % 4 == 0
+        result = real(*arguments) if stage == "after_the_draw" or not is_failing else None
+        if is_failing:
             raise RuntimeError("the device fell over")
-        return real(*arguments)
+        return result
 
-    target = (runner, "execute") if stage == "before_the_draw" else (sampler, "draw")
     sequences = [engine.add_request([i + 1], p) for i, p in enumerate(params)]
     num_failed = 0
     with monkeypatch.context() as patch:
-        patch.setattr(*target, failing)
+        patch.setattr(owner, name, failing)
         while engine.has_unfinished:
             try:
                 engine.step()

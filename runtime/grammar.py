@@ -193,15 +193,23 @@ def _json_source(form: StructuredOutputsParams) -> str:
     return source
 
 
+_MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
+_DATA = ("enum", "const", "default", "examples")
+
+
 def _close_objects(schema: object) -> None:
     """Let objects have no other properties than the listed ones, where the schema is silent."""
-    if isinstance(schema, dict):
-        if "properties" in schema or "patternProperties" in schema:
-            schema.setdefault("additionalProperties", False)
-        for value in schema.values():
-            _close_objects(value)
-    elif isinstance(schema, list):
+    if isinstance(schema, list):
         for value in schema:
+            _close_objects(value)
+    if not isinstance(schema, dict):
+        return
+    if "properties" in schema or "patternProperties" in schema:
+        schema.setdefault("additionalProperties", False)
+    for key, value in schema.items():
+        if key in _MAPS_OF_SCHEMAS and isinstance(value, dict):
+            _close_objects([*value.values()])
+        elif key not in _DATA:
             _close_objects(value)
 
 

@@ -134,6 +134,14 @@ PERSON = {
     "required": ["name", "age"],
 }
 
+NESTED = {
+    "type": "object",
+    "properties": {
+        "properties": {"type": "object", "properties": {"properties": {"type": "integer"}}}
+    },
+    "required": ["properties"],
+}
+
 
 @pytest.mark.parametrize(
     ("options", "good", "bad"),
@@ -152,6 +160,11 @@ PERSON = {
             {"json": PERSON, "disable_additional_properties": True},
             ['{"name": "a", "age": 3}'],
             ['{"name": "a", "age": 3, "more": 1}'],
+        ),
+        (
+            {"json": NESTED, "disable_additional_properties": True},
+            ['{"properties": {"properties": 1}}', '{"properties": {}}'],
+            ['{"properties": {"more": 1}}', '{"properties": {}, "additionalProperties": 1}'],
         ),
         (
             {"json": PERSON, "whitespace_pattern": "_*"},

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 
+import numpy as np
 import pytest
 
 from runtime import LLM, SamplingParams, StructuredOutputsParams
+from runtime.grammar import GrammarCompiler
+from runtime.grammar_mask import GrammarWork, prepare_mask
+from runtime.tokenizer import load_end_token_ids, load_tokenizer
 
 CITIES = ("Paris", "Oslo", "Lima", "Cairo", "Delhi", "Kyoto", "Quito", "Dakar")
 SCHEMA = {
@@ -87,3 +92,31 @@ def test_the_other_forms_are_followed_too(smollm2):
     for i, output in enumerate(outputs):
         assert re.fullmatch(patterns[i % 3], output.outputs[0].text), output.outputs[0].text
         assert output.outputs[0].finish_reason == "stop"
+
+
+def test_any_walk_through_the_masks_of_a_real_tokenizer_has_the_form(smollm2):
+    """Tokens of several characters, and of parts of one, drawn at random from what is allowed."""
+    tokenizer = load_tokenizer(smollm2)
+    end_ids = load_end_token_ids(smollm2, tokenizer)
+    compiler = GrammarCompiler(tokenizer, 49152, end_ids)
+    grammar = compiler.compile(StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True))
+    rng = random.Random(0)
+    outputs: list[list[int]] = [[] for _ in range(40)]
+    matchers, unfinished = [grammar.start() for _ in outputs], list(range(len(outputs)))
+    while unfinished:
+        work = [
+            GrammarWork(place=i, row=i, matcher=matchers[i], output_ids=outputs[i])
+            for i in unfinished
+        ]
+        mask = prepare_mask(work)
+        assert mask.row_errors == {}
+        for i, bits in zip(list(unfinished), mask.bits, strict=True):
+            allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+            token_id = int(rng.choice(allowed.tolist()))
+            if token_id in end_ids:
+                unfinished.remove(i)
+            else:
+                outputs[i].append(token_id)
+                assert len(outputs[i]) < 500
+    for output_ids in outputs:
+        check(tokenizer.decode(output_ids))

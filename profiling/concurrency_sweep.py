@@ -26,7 +26,8 @@ from runtime import LLM, SamplingParams
 def run(llm: LLM, count: int, num_inputs: int, num_outputs: int, seed: int) -> float:
     """Output tokens a second of `count` requests at once."""
     rng = np.random.default_rng(seed)
-    prompts = rng.integers(17, 10_000, (count, num_inputs)).tolist()
+    last = min(10_000, llm.engine.vocab_size)
+    prompts = rng.integers(17, last, (count, num_inputs)).tolist()
     params = [
         SamplingParams(temperature=0.6, max_tokens=num_outputs, ignore_eos=True, seed=index)
         for index in range(count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import pkgutil
 import subprocess
 import sys
@@ -37,6 +38,17 @@ def test_an_example_runs_on_any_model(name, checkpoint, capsys) -> None:
 def test_the_readme_names_each_example() -> None:
     readme = (ROOT / "README.md").read_text()
     assert all(f"runtime.examples.{name}" in readme for name in SHOWN)
+
+
+def test_the_readmes_structured_output_is_one(checkpoint, capsys) -> None:
+    section = (ROOT / "README.md").read_text().split("### Structured outputs")[1]
+    code = (
+        section.split("```python\n")[1]
+        .split("```")[0]
+        .replace('"smollm2-135m-instruct"', f"{str(checkpoint('llama'))!r}, max_model_len=256")
+    )
+    exec(compile(code, "README.md", "exec"), {})
+    assert 0 <= json.loads(capsys.readouterr().out)["age"] <= 120
 
 
 @pytest.mark.slow

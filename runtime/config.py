@@ -17,7 +17,7 @@ from graphs import GraphMode, compiler_refusal
 from graphs.capture_sizes import CaptureLadders
 
 from . import model_source
-from .config_checks import capture_sizes, itl_target_ms, max_logprobs, one_of, positive, share
+from .config_checks import capture_sizes, itl_target_ms, one_of, positive, share, texts, whole
 from .environment import read_environment
 from .errors import ConfigError
 from .resolved_config import LoadFormat, Quantization, ResolvedConfig
@@ -130,12 +130,14 @@ class EngineConfig:
         one_of("dtype", self.dtype, ("auto", *DTYPES))
         if self.graph_mode is not None:
             one_of("graph_mode", self.graph_mode, get_args(GraphMode))
+        texts(self, ("tokenizer", "device", "attention_backend"))
+        object.__setattr__(self, "seed", whole("seed", self.seed, *_SEEDS))
         share("gpu_memory_utilization", self.gpu_memory_utilization)
         if self.capture_sizes is not None:
             object.__setattr__(self, "capture_sizes", capture_sizes(self.capture_sizes))
         if self.itl_target_ms is not None:
             itl_target_ms(self.itl_target_ms, self.policy)
-        object.__setattr__(self, "max_logprobs", max_logprobs(self.max_logprobs))
+        object.__setattr__(self, "max_logprobs", whole("max_logprobs", self.max_logprobs, *_TOPS))
         options = self.flashinfer_options
         if not isinstance(options, FlashInferOptions | None):
             raise ConfigError(f"flashinfer_options={options!r} are not FlashInferOptions")
@@ -380,6 +382,8 @@ class EngineConfig:
         return ladders.without_full_graphs() if graph_mode == "piecewise" else ladders
 
 
+_SEEDS = (-(2**63), 2**64 - 1, "a whole number of 64 bits")
+_TOPS = (-1, 2**31 - 1, "a whole number of at least 0, or -1")
 _COUNTS = (
     "max_model_len",
     "max_num_seqs",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
-import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +17,7 @@ from graphs import GraphMode, compiler_refusal
 from graphs.capture_sizes import CaptureLadders, CaptureSizes, parse_capture_sizes
 
 from . import model_source
-from .config_checks import max_logprobs, one_of, positive
+from .config_checks import max_logprobs, milliseconds, one_of, positive, resolve_device
 from .environment import read_environment
 from .errors import ConfigError
 from .resolved_config import LoadFormat, ResolvedConfig
@@ -102,6 +100,9 @@ class EngineConfig:
     itl_target_ms: float | None = None
     """Longest gap that decoding sequences should see between two tokens, in milliseconds: prompts
     get what fits beside the decodes in steps of that length. None: what the budget leaves."""
+    overlap_scheduling: bool | None = None
+    """Schedule, pack and plan a step while the one before runs. An end that its tokens bring is
+    seen one step late, and the token after it dropped. None: True on CUDA, False on a CPU."""
     attention_backend: str | None = None
     """"flashinfer" or "flash_attn" on CUDA, "native" on a CPU, "torch", or "auto": the first that
     can run; None: STEPGRAPH_ATTENTION, else "auto"."""
@@ -131,9 +132,9 @@ class EngineConfig:
             raise ConfigError(f"gpu_memory_utilization={share!r} is not above 0 and at most 1")
         self._check_step_size_options()
         object.__setattr__(self, "max_logprobs", max_logprobs(self.max_logprobs))
-        for name in ("enable_prefix_caching", "bucket_fitting", "compile", "lazy_capture", "nvtx"):
+        for name in ("enable_prefix_caching", "bucket_fitting", *_OPEN_SWITCHES):
             value = getattr(self, name)
-            may_be_open = name in ("compile", "lazy_capture", "nvtx")
+            may_be_open = name in _OPEN_SWITCHES
             if not isinstance(value, bool) and not (may_be_open and value is None):
                 raise ConfigError(f"{name}={value!r} is not True or False")
 
@@ -149,9 +150,7 @@ class EngineConfig:
         target = self.itl_target_ms
         if target is None:
             return
-        is_number = isinstance(target, numbers.Real) and not isinstance(target, bool)
-        if not is_number or not 0 < target < math.inf:
-            raise ConfigError(f"itl_target_ms={target!r} is not a number of milliseconds above 0")
+        object.__setattr__(self, "itl_target_ms", milliseconds("itl_target_ms", target))
         if self.policy == "prefill_first":
             raise ConfigError(
                 f"itl_target_ms={target!r} can't be kept under policy='prefill_first', which stops "
@@ -193,7 +192,7 @@ class EngineConfig:
         """
         env = read_environment(environ)
         reasons: dict[str, str] = {}
-        device = self._resolve_device(reasons)
+        device = resolve_device(self.device, reasons)
         budget = self._resolve_budget(device, env, reasons)
         num_seqs = self._resolve_num_seqs(budget, reasons)
         dtype = self._resolve_dtype(decoder, stored_dtype, reasons)
@@ -227,7 +226,8 @@ class EngineConfig:
             lazy_capture=self._resolve_switch("lazy_capture", env, reasons),
             bucket_fitting=self.bucket_fitting,
             compile=self._resolve_compile(device, env, reasons),
-            itl_target_ms=None if self.itl_target_ms is None else float(self.itl_target_ms),
+            itl_target_ms=self.itl_target_ms,
+            overlap_scheduling=self._resolve_overlap(device, reasons),
             attention_backend=self.attention_backend or env.get("STEPGRAPH_ATTENTION", "auto"),
             max_logprobs=self.max_logprobs,
             seed=self.seed,
@@ -237,21 +237,6 @@ class EngineConfig:
         )
         block_size = self._resolve_block_size(resolved, decoder, reasons)
         return dataclasses.replace(resolved, block_size=block_size)
-
-    def _resolve_device(self, reasons: dict[str, str]) -> torch.device:
-        if self.device == "auto":
-            has_cuda = torch.cuda.is_available()
-            reasons["device"] = "a CUDA device is there" if has_cuda else "no CUDA device is there"
-            return torch.device("cuda" if has_cuda else "cpu")
-        try:
-            device = torch.device(self.device)
-        except RuntimeError:
-            raise ConfigError(f'device={self.device!r} is not "auto", "cpu" or "cuda:N"') from None
-        if device.type not in ("cpu", "cuda"):
-            raise ConfigError(f"device={self.device!r} is not supported; use cpu or cuda")
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise ConfigError(f"device={self.device!r}, but torch finds no CUDA device; use cpu")
-        return device
 
     def _resolve_dtype(
         self, decoder: DecoderConfig, stored_dtype: torch.dtype | None, reasons: dict[str, str]
@@ -358,6 +343,13 @@ class EngineConfig:
             logger.warning("layers can't be compiled and run uncompiled: %s", refusal)
         return wanted and refusal is None
 
+    def _resolve_overlap(self, device: torch.device, reasons: dict[str, str]) -> bool:
+        if self.overlap_scheduling is not None:
+            return self.overlap_scheduling
+        why = "" if device.type == "cuda" else ", where host and step share the processors"
+        reasons["overlap_scheduling"] = f"the default on {device.type}{why}"
+        return device.type == "cuda"
+
     def _resolve_ladders(
         self,
         graph_mode: GraphMode,
@@ -386,6 +378,7 @@ class EngineConfig:
         return ladders.without_full_graphs() if graph_mode == "piecewise" else ladders
 
 
+_OPEN_SWITCHES = ("compile", "lazy_capture", "nvtx", "overlap_scheduling")
 _COUNTS = (
     "max_model_len",
     "max_num_seqs",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import operator
+
+import torch
 
 from .errors import ConfigError
 
@@ -28,7 +31,32 @@ def max_logprobs(value: object) -> int:
     return int(value)
 
 
+def milliseconds(name: str, value: object) -> float:
+    """A finite number above 0."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:  # type: ignore[operator]
+        raise ConfigError(f"{name}={value!r} is not a number of milliseconds above 0")
+    return float(value)  # type: ignore[arg-type]
+
+
 def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     """One of the allowed texts."""
     if value not in allowed:
         raise ConfigError(f"{name}={value!r} is not one of {', '.join(allowed)}")
+
+
+def resolve_device(name: str, reasons: dict[str, str]) -> torch.device:
+    """The device of that name, of "auto" the one that is there."""
+    if name == "auto":
+        has_cuda = torch.cuda.is_available()
+        reasons["device"] = "a CUDA device is there" if has_cuda else "no CUDA device is there"
+        return torch.device("cuda" if has_cuda else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f'device={name!r} is not "auto", "cpu" or "cuda:N"') from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={name!r} is not supported; use cpu or cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={name!r}, but torch finds no CUDA device; use cpu")
+    return device

@@ -306,7 +306,8 @@ class EngineThread:
     # -- the engine thread: steps -----------------------------------------------------------------
 
     def _step(self) -> None:
-        outcome = self._engine.try_step()
+        # A search tries one group alone, and has to know how it fared before it goes on.
+        outcome = self._engine.try_step(ahead=not self._recovery.is_active)
         if not isinstance(outcome, StepFailure):
             self._recovery.take_success(outcome)
             self._deliver(outcome)

@@ -44,15 +44,29 @@ class InputBatch:
     """[num_scored] int64, device; the tokens that are scored; None: there are none."""
     num_scored_logprobs: int
     """Most likeliest tokens that one of them wants."""
+    sampled_rows: torch.Tensor | None
+    """[num_sampled] int64, device; the tables' rows that are sampled; None: no later step asks
+    what they drew."""
+    placeholders: torch.Tensor | None
+    """[p] int64, device; places in `input_ids` that the device fills in; None: there are none."""
+    placeholder_rows: torch.Tensor | None
+    """[p] int64, device; the tables' rows whose last drawn tokens belong there."""
 
 
-def pack(table: RowTable, scheduled: ScheduledBatch, staging: StagingBuffer) -> InputBatch:
+def pack(
+    table: RowTable,
+    scheduled: ScheduledBatch,
+    staging: StagingBuffer,
+    *,
+    keeps_drawn: bool = False,
+) -> InputBatch:
     """Build the flat batch with numpy, no Python per token, and copy it to the device once.
 
     Args:
         table: the rows, after `table.apply(scheduled)`. Not changed here.
         scheduled: a step with at least one token.
         staging: buffer for the copy; its earlier views become invalid.
+        keeps_drawn: what is drawn stays on the device, for the placeholders of the next step.
     """
     num_seqs, num_tokens = scheduled.num_seqs, scheduled.num_tokens
     new, computed, rows = scheduled.num_new_tokens, scheduled.num_computed_tokens, scheduled.rows
@@ -63,6 +77,8 @@ def pack(table: RowTable, scheduled: ScheduledBatch, staging: StagingBuffer) -> 
     num_sampled = len(sampled)
     output_positions = context[sampled] - table.num_prompt_tokens[sampled_rows]
     extras = _Extras(table, scheduled, sampled_rows, output_positions)
+    if keeps_drawn:
+        extras.arrays["sampled_rows"] = sampled_rows
     layout = staging.lay_out(
         {
             "positions": (np.int64, (num_tokens,)),
@@ -125,7 +141,24 @@ def pack(table: RowTable, scheduled: ScheduledBatch, staging: StagingBuffer) -> 
         num_logprobs=extras.num_logprobs,
         scored_ids=device.get("scored_ids"),
         num_scored_logprobs=0 if scheduled.scoring is None else scheduled.scoring.num_top,
+        sampled_rows=device.get("sampled_rows"),
+        placeholders=device.get("placeholders"),
+        placeholder_rows=device.get("placeholder_rows"),
     )
+
+
+def pack_logits(
+    table: RowTable, scheduled: ScheduledBatch, staging: StagingBuffer
+) -> LogitsBatch | None:
+    """What `pack` left out of a step whose draw waits for ids, now that the table has them."""
+    rows = scheduled.rows[scheduled.sampled]
+    context = scheduled.num_computed_tokens + scheduled.num_new_tokens
+    num_outputs = context[scheduled.sampled] - table.num_prompt_tokens[rows]
+    plan = LogitsPlan(table, rows, num_outputs)
+    layout = staging.lay_out({n: (a.dtype.type, a.shape) for n, a in plan.arrays.items()})
+    for name, array in plan.arrays.items():
+        layout.host[name][:] = array
+    return plan.batch(staging.upload(layout))
 
 
 class _Extras:
@@ -142,7 +175,7 @@ class _Extras:
         self.logprobs_of = _NOTHING
         self.num_logprobs = self.num_scored = 0
         self.arrays: dict[str, np.ndarray] = {}
-        if table.num_with_rules:
+        if table.num_with_rules and not scheduled.draw_waits:
             self.plan = LogitsPlan(table, sampled_rows, output_positions)
             self.arrays |= self.plan.arrays
         if table.num_with_logprobs:
@@ -153,6 +186,9 @@ class _Extras:
         if scheduled.scoring is not None:
             self.num_scored = len(scheduled.scoring.places)
             self.arrays["scored_ids"] = scheduled.scoring.next_ids
+        if len(scheduled.placeholders):
+            self.arrays["placeholders"] = scheduled.placeholders
+            self.arrays["placeholder_rows"] = scheduled.rows[scheduled.placeholders]
 
 
 _NOTHING = np.empty(0, dtype=np.int64)

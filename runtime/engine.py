@@ -102,6 +102,8 @@ class Engine:
         self._pipeline = StepPipeline(
             self.scheduler, self._runner, self.ranges, self.counters, self._step_cost
         )
+        self.runs_ahead = True
+        """False: under overlap_scheduling too no step is launched while another is in flight."""
         self._sequences: dict[str, Sequence] = {}
         self._watched_texts: dict[str, OutputText] = {}  # of requests with stop strings
         self._last_rules: tuple[SamplingParams, LogitsRules | None] | None = None
@@ -111,7 +113,7 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """True while `step` has something to do."""
-        return self.scheduler.has_unfinished or len(self._pipeline) > 0
+        return self.scheduler.has_unfinished
 
     @property
     def num_free_blocks(self) -> int:
@@ -217,16 +219,13 @@ class Engine:
             raise outcome.error
         return outcome
 
-    def try_step(self, *, ahead: bool = True) -> SequenceUpdates | StepFailure:
+    def try_step(self) -> SequenceUpdates | StepFailure:
         """As `step`, but a batch that fails is returned with its sequences.
 
         What is raised nonetheless comes from the scheduler: the engine can't be used further.
-
-        Args:
-            ahead: False: launch no batch while another is in flight, whatever the options say.
         """
         if self.config.overlap_scheduling:
-            outcome = self._pipeline.step_overlapped(self._update, ahead=ahead)
+            outcome = self._pipeline.step_overlapped(self._update, ahead=self.runs_ahead)
         else:
             outcome = self._pipeline.step_alone(self._update)
         if isinstance(outcome, StepFailure) and not outcome.sequences:

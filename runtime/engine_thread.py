@@ -306,8 +306,7 @@ class EngineThread:
     # -- the engine thread: steps -----------------------------------------------------------------
 
     def _step(self) -> None:
-        # A search tries one group alone, and has to know how it fared before it goes on.
-        outcome = self._engine.try_step(ahead=not self._recovery.is_active)
+        outcome = self._engine.try_step()
         if not isinstance(outcome, StepFailure):
             self._recovery.take_success(outcome)
             self._deliver(outcome)

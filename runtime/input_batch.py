@@ -17,6 +17,18 @@ from .step import ScheduledBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapBatch:
+    """Ids that go from one step to the next on the device, by row of the tables. Int64, device."""
+
+    sampled_rows: torch.Tensor
+    """[num_sampled] rows whose drawn tokens are kept for the next step."""
+    placeholders: torch.Tensor | None
+    """[p] places in `input_ids` that the device fills in; None: there are none."""
+    placeholder_rows: torch.Tensor | None
+    """[p] rows whose kept tokens belong there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InputBatch:
     """All device inputs of one step. Valid until the next `pack` into the same buffer."""
 
@@ -44,41 +56,26 @@ class InputBatch:
     """[num_scored] int64, device; the tokens that are scored; None: there are none."""
     num_scored_logprobs: int
     """Most likeliest tokens that one of them wants."""
-    sampled_rows: torch.Tensor | None
-    """[num_sampled] int64, device; the tables' rows that are sampled; None: no later step asks
-    what they drew."""
-    placeholders: torch.Tensor | None
-    """[p] int64, device; places in `input_ids` that the device fills in; None: there are none."""
-    placeholder_rows: torch.Tensor | None
-    """[p] int64, device; the tables' rows whose last drawn tokens belong there."""
+    overlap: OverlapBatch | None
+    """What the steps before and after have to do with it; None: steps don't overlap."""
 
 
-def pack(
-    table: RowTable,
-    scheduled: ScheduledBatch,
-    staging: StagingBuffer,
-    *,
-    keeps_drawn: bool = False,
-) -> InputBatch:
+def pack(table: RowTable, scheduled: ScheduledBatch, staging: StagingBuffer) -> InputBatch:
     """Build the flat batch with numpy, no Python per token, and copy it to the device once.
 
     Args:
         table: the rows, after `table.apply(scheduled)`. Not changed here.
         scheduled: a step with at least one token.
         staging: buffer for the copy; its earlier views become invalid.
-        keeps_drawn: what is drawn stays on the device, for the placeholders of the next step.
     """
     num_seqs, num_tokens = scheduled.num_seqs, scheduled.num_tokens
-    new, computed, rows = scheduled.num_new_tokens, scheduled.num_computed_tokens, scheduled.rows
-    context = computed + new
+    new, rows, sampled = scheduled.num_new_tokens, scheduled.rows, scheduled.sampled
+    context = scheduled.num_computed_tokens + new
     max_context = int(context.max())
     max_blocks = -(-max_context // table.block_size)
-    sampled, sampled_rows = scheduled.sampled, rows[scheduled.sampled]
-    num_sampled = len(sampled)
+    sampled_rows, num_sampled = rows[sampled], len(sampled)
     output_positions = context[sampled] - table.num_prompt_tokens[sampled_rows]
     extras = _Extras(table, scheduled, sampled_rows, output_positions)
-    if keeps_drawn:
-        extras.arrays["sampled_rows"] = sampled_rows
     layout = staging.lay_out(
         {
             "positions": (np.int64, (num_tokens,)),
@@ -141,9 +138,7 @@ def pack(
         num_logprobs=extras.num_logprobs,
         scored_ids=device.get("scored_ids"),
         num_scored_logprobs=0 if scheduled.scoring is None else scheduled.scoring.num_top,
-        sampled_rows=device.get("sampled_rows"),
-        placeholders=device.get("placeholders"),
-        placeholder_rows=device.get("placeholder_rows"),
+        overlap=_overlap_batch(device),
     )
 
 
@@ -186,6 +181,8 @@ class _Extras:
         if scheduled.scoring is not None:
             self.num_scored = len(scheduled.scoring.places)
             self.arrays["scored_ids"] = scheduled.scoring.next_ids
+        if table.keeps_drawn:
+            self.arrays["sampled_rows"] = sampled_rows
         if len(scheduled.placeholders):
             self.arrays["placeholders"] = scheduled.placeholders
             self.arrays["placeholder_rows"] = scheduled.rows[scheduled.placeholders]
@@ -210,6 +207,16 @@ def _fill_positions(
     blocks = host["block_tables"][sequence_of_token, positions // block_size]
     np.multiply(blocks, block_size, out=host["slot_mapping"])
     host["slot_mapping"] += positions % block_size
+
+
+def _overlap_batch(device: dict[str, torch.Tensor]) -> OverlapBatch | None:
+    if "sampled_rows" not in device:
+        return None
+    return OverlapBatch(
+        sampled_rows=device["sampled_rows"],
+        placeholders=device.get("placeholders"),
+        placeholder_rows=device.get("placeholder_rows"),
+    )
 
 
 def _sampling_batch(

@@ -171,12 +171,7 @@ class ModelRunner:
     def _pack(self, scheduled: ScheduledBatch) -> InputBatch:
         with self._ranges("pack", scheduled.num_tokens):
             self._rows.apply(scheduled)
-            return pack(
-                self._rows,
-                scheduled,
-                self._staging.next(),
-                keeps_drawn=self._config.overlap_scheduling,
-            )
+            return pack(self._rows, scheduled, self._staging.next())
 
     def _start(self, batch: InputBatch, scheduled: ScheduledBatch) -> ForwardOutput:
         self._sampler.admit(scheduled)
@@ -323,7 +318,12 @@ class ModelRunner:
 
     def _new_row_table(self) -> RowTable:
         config = self._config
-        return RowTable(config.max_num_seqs, config.max_blocks_per_seq, config.block_size)
+        return RowTable(
+            config.max_num_seqs,
+            config.max_blocks_per_seq,
+            config.block_size,
+            keeps_drawn=config.overlap_scheduling,
+        )
 
     def _allocate_kv_pool(self) -> PagedKVCache:
         config = self._config

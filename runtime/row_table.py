@@ -19,8 +19,17 @@ class RowTable:
     `ScheduledBatch`, so packing the same batch twice gives the same arrays.
     """
 
-    def __init__(self, max_num_seqs: int, max_blocks_per_seq: int, block_size: int) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_blocks_per_seq: int,
+        block_size: int,
+        *,
+        keeps_drawn: bool = False,
+    ) -> None:
         self.block_size = block_size
+        self.keeps_drawn = keeps_drawn
+        """Whether the device keeps what it draws, for the placeholders of the next step."""
         self.block_tables = np.zeros((max_num_seqs, max_blocks_per_seq), dtype=np.int32)
         """[max_num_seqs, max_blocks_per_seq]; entries past a sequence's blocks are block 0."""
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)

@@ -94,11 +94,12 @@ class TokenSampler:
 
     @torch.inference_mode()
     def fill_placeholders(self, batch: InputBatch) -> None:
-        """Write what the step before drew into the inputs of the step that came with it unknown."""
-        if batch.placeholders is not None:
-            assert batch.placeholder_rows is not None, "placeholders without rows"
-            ids = self._last_ids.index_select(0, batch.placeholder_rows)
-            batch.input_ids.index_copy_(0, batch.placeholders, ids)
+        """Write what the step before drew into the inputs of a step that was packed without it."""
+        overlap = batch.overlap
+        if overlap is not None and overlap.placeholders is not None:
+            assert overlap.placeholder_rows is not None, "placeholders without rows"
+            ids = self._last_ids.index_select(0, overlap.placeholder_rows)
+            batch.input_ids.index_copy_(0, overlap.placeholders, ids)
 
     @torch.inference_mode()
     def draw(
@@ -124,8 +125,8 @@ class TokenSampler:
         sampled = sample(changed, batch.sampling)
         if batch.logits is not None and batch.logits.penalties is not None:
             self._own_counts().add(batch.logits.penalties, sampled.token_ids)
-        if batch.sampled_rows is not None:
-            self._last_ids.index_copy_(0, batch.sampled_rows, sampled.token_ids.int())
+        if batch.overlap is not None:
+            self._last_ids.index_copy_(0, batch.overlap.sampled_rows, sampled.token_ids.int())
         logprobs = prompt_logprobs = None
         if batch.logprobs_of is not None:
             wanted = batch.logprobs_of

@@ -5,9 +5,10 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -177,6 +178,8 @@ class PendingStep:
         return drawn.copy.wait(), drawn
 
     def discard(self) -> None:
-        """Wait until nothing of it runs on the host any more, whatever comes of it."""
-        stages: list[Future[Any]] = [f for f in (self._forward, self._drawn) if f is not None]
-        wait(stages)
+        """Wait until nothing of it runs on the host any more, and let go of its tensors."""
+        stages: tuple[Future[Any] | None, ...] = (self._forward, self._drawn)
+        for future in stages:
+            if future is not None and (error := future.exception()) is not None:
+                traceback.clear_frames(error.__traceback__)

@@ -228,16 +228,14 @@ class Engine:
             outcome = self._pipeline.step_overlapped(self._update, ahead=self.runs_ahead)
         else:
             outcome = self._pipeline.step_alone(self._update)
-        if isinstance(outcome, StepFailure) and not outcome.sequences:
+        if isinstance(outcome, StepFailure):
+            if outcome.sequences:
+                return outcome
             logger.error("a step failed after all its requests had left", exc_info=outcome.error)
             outcome = None
-        return SequenceUpdates.nothing() if outcome is None else outcome
-
-    def _update(self, scheduled: ScheduledBatch, output: StepOutput) -> SequenceUpdates:
-        updates = self.scheduler.update(scheduled, output)
-        if self._watched_texts and (stopped := self._end_at_stop_strings(updates)):
-            finished = [*updates.finished, *stopped]
-            updates = dataclasses.replace(updates, finished=finished)
+        if outcome is None:
+            return SequenceUpdates.nothing()
+        scheduled, updates = outcome.scheduled, outcome.updates
         self.counters.num_steps += 1
         self.counters.num_prompt_tokens += scheduled.num_tokens - scheduled.num_decodes
         self.counters.num_output_tokens += len(updates.sequences)
@@ -247,6 +245,13 @@ class Engine:
             self._watched_texts.pop(sequence.request_id, None)
         if self.on_step is not None:
             self.on_step(scheduled)
+        return updates
+
+    def _update(self, scheduled: ScheduledBatch, output: StepOutput) -> SequenceUpdates:
+        updates = self.scheduler.update(scheduled, output)
+        if self._watched_texts and (stopped := self._end_at_stop_strings(updates)):
+            finished = [*updates.finished, *stopped]
+            updates = dataclasses.replace(updates, finished=finished)
         return updates
 
     def _end_at_stop_strings(self, updates: SequenceUpdates) -> list[Sequence]:

@@ -195,8 +195,8 @@ class ModelRunner:
     def _finish(self, forward: ForwardOutput) -> DrawnStep:
         with self._ranges("sample", len(forward.hidden)):
             drawn = self._sampler.draw(self._model.compute_logits, forward.hidden, forward.batch)
+            forward.timer.stop()  # before the copy, which is what is waited for
             copy = OutputCopy(drawn, forward.batch)
-        forward.timer.stop()
         return DrawnStep(copy=copy, launch=forward.launch, timer=forward.timer)
 
     def _run(self, batch: InputBatch, scheduled: ScheduledBatch, graphs: GraphRunner) -> StepOutput:

@@ -7,6 +7,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from .metrics import EngineCounters
 from .model_runner import ModelRunner
@@ -21,6 +22,16 @@ logger = logging.getLogger("stepgraph.runtime")
 
 Update = Callable[[ScheduledBatch, StepOutput], SequenceUpdates]
 """Takes in what a step gave; what it raises is not the step's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedStep:
+    """A step whose tokens are in."""
+
+    scheduled: ScheduledBatch
+    """What ran."""
+    updates: SequenceUpdates
+    """What it brought."""
 
 
 class StepPipeline:
@@ -65,7 +76,7 @@ class StepPipeline:
         """Steps in flight."""
         return len(self._steps)
 
-    def step_alone(self, update: Update) -> SequenceUpdates | StepFailure | None:
+    def step_alone(self, update: Update) -> FinishedStep | StepFailure | None:
         """One step from end to end; None: there is nothing to do."""
         scheduled = self._schedule()
         if scheduled.num_seqs == 0:
@@ -75,11 +86,10 @@ class StepPipeline:
             if isinstance(output, StepFailure):
                 return output
             with self._ranges("update", scheduled.num_tokens):
-                return update(scheduled, output)
+                updates = update(scheduled, output)
+        return FinishedStep(scheduled=scheduled, updates=updates)
 
-    def step_overlapped(
-        self, update: Update, *, ahead: bool
-    ) -> SequenceUpdates | StepFailure | None:
+    def step_overlapped(self, update: Update, *, ahead: bool) -> FinishedStep | StepFailure | None:
         """Launch what can be launched, then bring the oldest step in; None: there was none.
 
         Args:
@@ -103,7 +113,7 @@ class StepPipeline:
             if self._steps and self._steps[0].waits_for_ids:
                 following = self._steps[0]
                 self._runner.draw(following, self._scheduler.late_ids(following.scheduled))
-        return updates
+        return FinishedStep(scheduled=scheduled, updates=updates)
 
     def _schedule(self) -> ScheduledBatch:
         self._scheduler.sizing.ladders = self._runner.ladders  # a graph may have been given up
@@ -118,8 +128,15 @@ class StepPipeline:
         if scheduled.num_seqs == 0:
             return False
         with self._ranges.step(scheduled.num_tokens, scheduled.num_seqs, scheduled.bucket):
-            self._counters.num_steps_ahead += bool(self._steps)
-            self._steps.append(self._runner.launch(scheduled))
+            try:
+                pending = self._runner.launch(scheduled)
+            except BaseException:  # Ctrl-C: what goes wrong otherwise is raised by its result
+                oldest = self._steps[0].scheduled if self._steps else scheduled
+                self._drop()
+                self._scheduler.rollback(oldest)
+                raise
+        self._counters.num_steps_ahead += bool(self._steps)
+        self._steps.append(pending)
         return True
 
     def _attempt(

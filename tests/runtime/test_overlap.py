@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import weakref
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -200,6 +202,30 @@ def test_a_processor_is_called_once_for_each_token_that_counts(checkpoint):
         llm.generate(["abc"], SamplingParams(max_tokens=2), use_tqdm=False)
 
 
+def test_each_thread_closes_its_ranges_and_all_stages_have_one(checkpoint):
+    opened = {}
+
+    @contextmanager
+    def opener(name, num_tokens, bucket):
+        names = opened.setdefault(threading.current_thread().name, [])
+        names.append(name)
+        yield
+        names.append(f"end of {name}")
+
+    with LLM(checkpoint("llama"), overlap_scheduling=True, **SIZES) as llm:
+        llm.engine.ranges.opener = opener
+        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+        llm.generate(["abc"], params, use_tqdm=False)
+    worker, host = opened.pop("stepgraph-step"), opened.popitem()[1]
+    stages = [[name, f"end of {name}"] for name in ("plan", "forward", "sample")]
+    assert worker == [*itertools.chain(*stages)] * 3
+    launched = ["schedule", "end of schedule", "step", "pack", "end of pack", "end of step"]
+    ended = ["wait", "end of wait", "update", "end of update"]
+    nothing = ["schedule", "end of schedule"]
+    whole = [*launched * 2, *ended, *launched, *ended, *nothing, *ended]
+    assert host[: len(whole)] == whole
+
+
 def test_the_default_is_off_on_a_cpu_and_says_why(checkpoint):
     with LLM(checkpoint("llama"), max_model_len=64, device="cpu") as llm:
         assert not llm.engine.config.overlap_scheduling
@@ -392,3 +418,29 @@ def test_nothing_is_waited_for_but_the_copy_of_what_was_drawn(checkpoint, monkey
 def test_a_logits_processor_does_wait(checkpoint, monkeypatch):
     """So the count would show what waits."""
     assert counted(checkpoint, monkeypatch, HOST_WORK) != []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is present")
+@pytest.mark.parametrize("mode", ["none", "full_and_piecewise"])
+def test_on_cuda_tokens_are_the_same_and_torch_sees_no_step_wait(checkpoint, mode):
+    params = [SamplingParams(max_tokens=24, **OPTIONS[place]) for place in (0, 1, 2, 3, 4, 5, 6)]
+    prompts = [[9 + place] * (5 + 3 * place) for place in range(len(params))]
+    options = SIZES | {"device": "cuda", "graph_mode": mode, "compile": False}
+    tokens = []
+    for overlap in (False, True):
+        with LLM(checkpoint("llama"), overlap_scheduling=overlap, **options) as llm:
+            llm.generate(prompts, params, use_tqdm=False)  # builds what is built at first use
+            llm.reset_prefix_cache()
+            engine = llm.engine
+            sequences = [engine.add_request(*pair) for pair in zip(prompts, params, strict=True)]
+            while engine.has_unfinished:
+                torch.cuda.set_sync_debug_mode("error" if overlap else "default")
+                try:
+                    engine.step()
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+                engine.check_integrity()
+            tokens.append([sequence.output_token_ids for sequence in sequences])
+            assert (engine.counters.num_steps_ahead > 0) == overlap
+    assert tokens[0] == tokens[1]

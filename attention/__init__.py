@@ -1,6 +1,7 @@
 """Paged attention: KV cache layout, step metadata, and the backends that compute it."""
 
 from .backend import AttentionBackend, AttentionPlan, BoundAttention, LayerAttention
+from .flashinfer_options import FlashInferOptions
 from .metadata import AttentionMetadata, AttentionSpec
 from .paged_kv_cache import PagedKVCache, write_kv
 from .selection import (
@@ -17,6 +18,7 @@ __all__ = [
     "AttentionPlan",
     "AttentionSpec",
     "BoundAttention",
+    "FlashInferOptions",
     "LayerAttention",
     "PagedKVCache",
     "backend_names",

@@ -9,9 +9,8 @@ wrappers and plans of their own. Planning is host work, once per step and window
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -24,7 +23,6 @@ from .flashinfer_launch import (
     Kernels,
     Launch,
     MixedLauncher,
-    PrefillKernel,
     WindowLauncher,
 )
 from .flashinfer_library import (
@@ -33,6 +31,7 @@ from .flashinfer_library import (
     load_flashinfer,
     version_reasons,
 )
+from .flashinfer_options import FlashInferOptions
 from .flashinfer_workspace import FlashInferWorkspace, Staging
 from .metadata import AttentionMetadata, AttentionSpec
 from .page_plan import PagePlan, expand_pages, plan_pages
@@ -42,28 +41,6 @@ from .pinned_ring import PinnedRing
 logger = logging.getLogger("stepgraph.attention")
 
 _MIXED_WORKSPACE_BYTES = 384 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlashInferOptions:
-    """Choices that want measuring on the machine and model at hand."""
-
-    prefill_kernel: PrefillKernel = "fa2"
-    """"fa3" is for long prompts on Hopper: it neither packs the query heads of a key/value head
-    into one tile nor splits keys."""
-    ragged_prompts: bool = False
-    """In steps whose prompts all have nothing cached, read their keys and values from the step's
-    own tensors, not from the pages that were just written. Not measured yet."""
-    mixed_kernel: bool = False
-    """Run steps that hold prompts as one launch of a persistent kernel, an experiment. Its planner
-    waits for the device, and models with windows can't use it."""
-
-    def __post_init__(self) -> None:
-        if self.prefill_kernel not in get_args(PrefillKernel):
-            raise ValueError(
-                f"prefill_kernel must be one of {', '.join(get_args(PrefillKernel))}, got "
-                f"{self.prefill_kernel!r}"
-            )
 
 
 class FlashInferBackend(AttentionBackend):
@@ -253,9 +230,11 @@ class FlashInferBackend(AttentionBackend):
 
 def _idle_rows(metadata: AttentionMetadata) -> tuple[slice, ...]:
     """Rows after the last sequence, and those of sequences without context."""
-    bounds = metadata.cu_seqlens_q_cpu
-    empty = np.flatnonzero((metadata.context_lens_cpu == 0) & (np.diff(bounds) > 0))
-    slices = [slice(int(bounds[i]), int(bounds[i + 1])) for i in empty]
+    bounds, contexts = metadata.cu_seqlens_q_cpu, metadata.context_lens_cpu
+    slices = []
+    if not contexts.all():
+        empty = np.flatnonzero((contexts == 0) & (np.diff(bounds) > 0))
+        slices = [slice(int(bounds[i]), int(bounds[i + 1])) for i in empty]
     if bounds[-1] < metadata.num_tokens:
         slices.append(slice(int(bounds[-1]), metadata.num_tokens))
     return tuple(slices)

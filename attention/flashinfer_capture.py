@@ -77,7 +77,7 @@ class CapturedFlashInferPlan:
             if self.plan.padding is not None:
                 torch.eq(metadata.context_lens.view(-1, 1, 1), 0, out=self.plan.padding)
             for place, (window, wrapper) in enumerate(self._wrappers.items()):
-                schedule = staging.schedule(LAUNCHES_PER_WINDOW * place)
+                schedule = staging.schedules[LAUNCHES_PER_WINDOW * place]
                 fast_plan = kernels.fast_plan if fast else None
                 kernels.plan_decode(wrapper, window, pages.decode, indices, schedule, fast_plan)
         return [plan_vector(wrapper) for wrapper in self._wrappers.values()]

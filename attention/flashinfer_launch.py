@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
 from .backend import AttentionPlan
 from .flashinfer_library import FlashInferLibrary
+from .flashinfer_options import PrefillKernel
 from .flashinfer_workspace import FlashInferWorkspace, Staging, decodes_on_tensor_cores
 from .metadata import AttentionSpec
 from .page_plan import PagePart, PagePlan
 
-PrefillKernel = Literal["fa2", "fa3"]
 LAUNCHES_PER_WINDOW = 2
 
 _LAYOUT = "NHD"
@@ -221,7 +221,7 @@ class WindowLauncher:
 
     def _plan_decode(self, part: PagePart, indices: torch.Tensor, staging: Staging) -> Launch:
         wrapper = self._wrappers["decode"]
-        schedule = staging.schedule(self._indices["decode"])
+        schedule = staging.schedules[self._indices["decode"]]
         self._kernels.plan_decode(wrapper, self._window, part, indices, schedule)
         return Launch(wrapper=wrapper, rows=slice(0, part.num_seqs))
 
@@ -229,7 +229,7 @@ class WindowLauncher:
         self, part: PagePart, rows: slice, indices: torch.Tensor, staging: Staging
     ) -> Launch:
         wrapper, kernels = self._wrappers["prefill"], self._kernels
-        wrapper._pin_memory_int_workspace_buffer = staging.schedule(self._indices["prefill"])
+        wrapper._pin_memory_int_workspace_buffer = staging.schedules[self._indices["prefill"]]
         wrapper.plan(
             _tensor(part.qo_indptr),
             _tensor(part.kv_indptr),
@@ -247,7 +247,7 @@ class WindowLauncher:
 
     def _plan_ragged(self, part: PagePart, rows: slice, staging: Staging) -> Launch:
         wrapper, kernels = self._wrappers["ragged"], self._kernels
-        wrapper._pin_memory_int_workspace_buffer = staging.schedule(self._indices["ragged"])
+        wrapper._pin_memory_int_workspace_buffer = staging.schedules[self._indices["ragged"]]
         indptr = _tensor(part.qo_indptr)
         wrapper.plan(
             indptr,

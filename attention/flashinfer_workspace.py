@@ -38,18 +38,18 @@ class Staging:
     """One turn of the ring: where a plan's integers and schedules are written."""
 
     def __init__(
-        self, number: int, buffer: torch.Tensor, num_ints: int, schedule_bytes: int
+        self, buffer: torch.Tensor, num_ints: int, num_launches: int, schedule_bytes: int
     ) -> None:
-        self.number = number
+        self.number = 0
         """Counts the plans made in the workspace."""
         self.ints: IntArray = buffer[: 4 * num_ints].numpy().view(np.int32)
         """[num_ints], undefined."""
-        self._schedules = buffer[_aligned(4 * num_ints) :]
-        self._schedule_bytes = schedule_bytes
-
-    def schedule(self, index: int) -> torch.Tensor:
-        """[schedule_bytes] uint8, for the planner of one launch."""
-        return self._schedules[index * self._schedule_bytes : (index + 1) * self._schedule_bytes]
+        first = _aligned(4 * num_ints)
+        self.schedules = [
+            buffer[first + index * schedule_bytes :][:schedule_bytes]
+            for index in range(num_launches)
+        ]
+        """[num_launches], each [schedule_bytes] uint8, for the planner of one launch."""
 
 
 class FlashInferWorkspace:
@@ -79,6 +79,7 @@ class FlashInferWorkspace:
         self._schedule_bytes = 0
         self._pages = torch.empty(0, dtype=torch.int32, device=spec.device)
         self._ranks = torch.empty(0, dtype=torch.int32, device=spec.device)
+        self._stagings: dict[int, Staging] = {}  # by their buffers' addresses
         self.num_plans = 0
         """Plans made so far; only the last one's schedules are there."""
         self.float_buffer = torch.empty(0, dtype=torch.uint8, device=spec.device)
@@ -94,8 +95,13 @@ class FlashInferWorkspace:
         """Host memory for a plan, whose copies are queued on the current stream inside."""
         self.num_plans += 1
         with self.ring.turn() as buffer:
-            num_ints = num_plan_ints(self._max_seqs)
-            yield Staging(self.num_plans, buffer, num_ints, self._schedule_bytes)
+            staging = self._stagings.get(buffer.data_ptr())
+            if staging is None:
+                num_ints = num_plan_ints(self._max_seqs)
+                staging = Staging(buffer, num_ints, self._num_launches, self._schedule_bytes)
+                self._stagings[buffer.data_ptr()] = staging
+            staging.number = self.num_plans
+            yield staging
 
     def pages(self, num_pages: int) -> torch.Tensor:
         """[num_pages] int32, device: for the list of pages of a captured step."""
@@ -138,6 +144,7 @@ class FlashInferWorkspace:
                 torch.empty(schedule_bytes, dtype=torch.uint8, device=spec.device)
                 for _ in range(self._num_launches)
             ]
+        self._stagings.clear()
         own = _aligned(4 * num_plan_ints(self._max_seqs))
         self.ring.grow(own + self._num_launches * self._schedule_bytes)
         return True

@@ -88,10 +88,11 @@ def plan_pages(metadata: AttentionMetadata, out: IntArray) -> PagePlan:
     """
     bounds, contexts = metadata.cu_seqlens_q_cpu, metadata.context_lens_cpu
     num_seqs, split, size = metadata.num_seqs, metadata.num_decodes, metadata.block_size
-    is_empty = contexts == 0
-    assert ((contexts >= bounds[1:] - bounds[:-1]) | is_empty).all(), (
-        "a sequence's context must hold its query rows"
-    )
+    has_context = contexts > 0
+    if split < num_seqs:
+        assert (contexts[split:] >= np.diff(bounds[split:]))[has_context[split:]].all(), (
+            "a sequence's context must hold its query rows"
+        )
     width = metadata.block_tables_cpu.shape[1]
     assert contexts.max(initial=0) <= width * size, "a context exceeds its block table"
     first = 0
@@ -106,7 +107,7 @@ def plan_pages(metadata: AttentionMetadata, out: IntArray) -> PagePlan:
     np.cumsum((contexts + (size - 1)) >> (size.bit_length() - 1), out=kv_indptr[1:])
     np.bitwise_and(contexts - 1, size - 1, out=last_page_len)
     last_page_len += 1
-    last_page_len[is_empty] = 0
+    last_page_len *= has_context
     np.subtract(np.arange(num_seqs, dtype=np.int32) * width, kv_indptr[:-1], out=take(num_seqs))
     kept_contexts = take(num_seqs)
     kept_contexts[:] = contexts

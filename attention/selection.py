@@ -6,8 +6,10 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 from .backend import AttentionBackend
+from .flashinfer_options import FlashInferOptions
 from .metadata import AttentionSpec
 
 logger = logging.getLogger("stepgraph.attention")
@@ -103,7 +105,11 @@ def preferred_block_size(
 
 
 def select_backend(
-    name: str, spec: AttentionSpec, *, cache_dir: Path | None = None
+    name: str,
+    spec: AttentionSpec,
+    *,
+    cache_dir: Path | None = None,
+    flashinfer_options: FlashInferOptions | None = None,
 ) -> AttentionBackend:
     """Make the backend called name, or with "auto" the preferred one of those that can run.
 
@@ -111,20 +117,30 @@ def select_backend(
         name: one of backend_names(), or "auto".
         spec: what it has to attend.
         cache_dir: where it may keep what it builds; None: stepgraph in the user's cache.
+        flashinfer_options: for "flashinfer" alone.
 
     Raises ValueError for an unknown name, for a backend that can't run spec here (with its
-    reasons; no other one is taken instead), and for "auto" when none can.
+    reasons; no other one is taken instead), for "auto" when none can, and for options that the
+    backend doesn't take.
     """
     if name == "auto":
-        return _select_preferred(spec, cache_dir)
-    backend = _backend_class(name)
-    reasons = backend.unsupported_reasons(spec, cache_dir=cache_dir)
-    if reasons:
+        name = _preferred_name(spec, cache_dir)
+    else:
+        reasons = _backend_class(name).unsupported_reasons(spec, cache_dir=cache_dir)
+        if reasons:
+            raise ValueError(
+                f"attention backend {name!r} can't run here: {'; '.join(reasons)}. "
+                'Choose another one, or "auto"'
+            )
+    backend: Any = _backend_class(name)
+    if flashinfer_options is None:
+        return cast("AttentionBackend", backend(spec, cache_dir=cache_dir))
+    if name != "flashinfer":
         raise ValueError(
-            f"attention backend {name!r} can't run here: {'; '.join(reasons)}. "
-            'Choose another one, or "auto"'
+            f"attention backend {name!r} doesn't take {flashinfer_options}; leave "
+            'flashinfer_options out, or choose "flashinfer"'
         )
-    return backend(spec, cache_dir=cache_dir)
+    return cast("AttentionBackend", backend(spec, cache_dir=cache_dir, options=flashinfer_options))
 
 
 def _backend_class(name: str) -> type[AttentionBackend]:
@@ -134,7 +150,7 @@ def _backend_class(name: str) -> type[AttentionBackend]:
     return _LOADERS[name]()
 
 
-def _select_preferred(spec: AttentionSpec, cache_dir: Path | None) -> AttentionBackend:
+def _preferred_name(spec: AttentionSpec, cache_dir: Path | None) -> str:
     rejected = rejected_backends(spec, cache_dir=cache_dir)
     passed_over = {name: "; ".join(why) for name, why in rejected.items()}
     usable = [name for name in _LOADERS if name not in rejected]
@@ -152,4 +168,4 @@ def _select_preferred(spec: AttentionSpec, cache_dir: Path | None) -> AttentionB
             )
     listing = ", ".join(f"{name} ({why})" for name, why in passed_over.items()) or "none"
     logger.info("attention backend: %s (auto); passed over: %s", chosen, listing)
-    return _LOADERS[chosen]()(spec, cache_dir=cache_dir)
+    return chosen

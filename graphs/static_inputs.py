@@ -9,6 +9,8 @@ Padding has to be harmless and never stale:
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -53,6 +55,7 @@ class StaticInputs:
         self._context_lens_cpu = np.zeros(max_seqs, dtype=np.int32)
         self._block_tables_cpu = np.zeros((max_seqs, max_blocks), dtype=np.int32)
         self._filled = (0, 0)  # rows and columns of the block tables that may not be null
+        self._decode_views: dict[int, dict[str, Any]] = {}  # by size, for _decode_metadata
 
     def load(
         self,
@@ -64,11 +67,10 @@ class StaticInputs:
         """Copy the rows of a step in, and pad them up to size."""
         num_tokens = input_ids.shape[0]
         self.input_ids[:num_tokens].copy_(input_ids)
-        self.input_ids[num_tokens:size].zero_()
         self.positions[:num_tokens].copy_(positions)
-        self.positions[num_tokens:size].zero_()
         self.slot_mapping[:num_tokens].copy_(slot_mapping)
-        self.slot_mapping[num_tokens:size].copy_(self._null_slots[num_tokens:size])
+        if num_tokens < size:  # a copy of nothing costs the host as much as any other
+            self._load_padding(num_tokens, size)
 
     def load_decode(self, metadata: AttentionMetadata, size: int) -> AttentionMetadata:
         """Copy a uniform decode step's sequences in, and pad them up to size.
@@ -85,18 +87,18 @@ class StaticInputs:
         self._block_tables[:num_seqs, :num_blocks].copy_(metadata.block_tables)
         self._block_tables_cpu[:num_seqs, :num_blocks] = metadata.block_tables_cpu
         self._context_lens[:num_seqs].copy_(metadata.context_lens)
-        self._context_lens[num_seqs:size].zero_()
         self._context_lens_cpu[:num_seqs] = metadata.context_lens_cpu
-        self._context_lens_cpu[num_seqs:size] = 0
         self._cu_seqlens_k[: num_seqs + 1].copy_(metadata.cu_seqlens_k)
-        self._cu_seqlens_k[num_seqs + 1 : size + 1].copy_(
-            metadata.cu_seqlens_k[-1:].expand(size - num_seqs)
-        )
+        if num_seqs < size:
+            self._context_lens[num_seqs:size].zero_()
+            self._context_lens_cpu[num_seqs:size] = 0
+            last = metadata.cu_seqlens_k[-1:]
+            self._cu_seqlens_k[num_seqs + 1 : size + 1].copy_(last.expand(size - num_seqs))
         return self._decode_metadata(size, metadata.max_seqlen_k)
 
     def dummy_decode(self, size: int) -> AttentionMetadata:
         """A decode step of size sequences, each with one token, in the null block."""
-        self._load_dummy_rows(size)
+        self._load_padding(0, size)
         self._clear_tables(0, 0)
         self._context_lens[:size].fill_(1)
         self._context_lens_cpu[:size] = 1
@@ -105,7 +107,7 @@ class StaticInputs:
 
     def dummy_mixed(self, size: int) -> AttentionMetadata:
         """A step of size rows: one sequence of one token in the null block, the rest padding."""
-        self._load_dummy_rows(size)
+        self._load_padding(0, size)
         bounds = np.array([0, 1], dtype=np.int32)
         contexts = np.ones(1, dtype=np.int32)
         tables = np.zeros((1, 1), dtype=np.int32)
@@ -125,31 +127,38 @@ class StaticInputs:
             block_tables_cpu=tables,
         )
 
-    def _load_dummy_rows(self, size: int) -> None:
-        self.input_ids[:size].zero_()
-        self.positions[:size].zero_()
-        self.slot_mapping[:size].copy_(self._null_slots[:size])
+    def _load_padding(self, first: int, size: int) -> None:
+        self.input_ids[first:size].zero_()
+        self.positions[first:size].zero_()
+        self.slot_mapping[first:size].copy_(self._null_slots[first:size])
 
     def _clear_tables(self, num_seqs: int, num_blocks: int) -> None:
         """Null what an earlier step left beyond this step's rows and columns."""
         rows, columns = self._filled
         for tables in (self._block_tables, self._block_tables_cpu):
-            tables[:rows, num_blocks:columns] = 0
-            tables[num_seqs:rows, :columns] = 0
+            if num_blocks < columns:
+                tables[:rows, num_blocks:columns] = 0
+            if num_seqs < rows:
+                tables[num_seqs:rows, :columns] = 0
         self._filled = (num_seqs, num_blocks)
 
     def _decode_metadata(self, size: int, max_seqlen_k: int) -> AttentionMetadata:
+        views = self._decode_views.get(size)
+        if views is None:
+            views = self._decode_views[size] = {
+                "cu_seqlens_q": self._cu_seqlens_q[: size + 1],
+                "cu_seqlens_k": self._cu_seqlens_k[: size + 1],
+                "slot_mapping": self.slot_mapping[:size],
+                "context_lens": self._context_lens[:size],
+                "block_tables": self._block_tables[:size],
+                "cu_seqlens_q_cpu": self._cu_seqlens_q_cpu[: size + 1],
+                "context_lens_cpu": self._context_lens_cpu[:size],
+                "block_tables_cpu": self._block_tables_cpu[:size],
+            }
         return AttentionMetadata(
-            cu_seqlens_q=self._cu_seqlens_q[: size + 1],
-            cu_seqlens_k=self._cu_seqlens_k[: size + 1],
+            **views,
             max_seqlen_q=1,
             max_seqlen_k=max_seqlen_k,
-            slot_mapping=self.slot_mapping[:size],
-            context_lens=self._context_lens[:size],
-            block_tables=self._block_tables[:size],
             num_decodes=size,
             block_size=self._block_size,
-            cu_seqlens_q_cpu=self._cu_seqlens_q_cpu[: size + 1],
-            context_lens_cpu=self._context_lens_cpu[:size],
-            block_tables_cpu=self._block_tables_cpu[:size],
         )

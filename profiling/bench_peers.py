@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from sharegpt import first_turns
 
 WORKER = Path(__file__).with_name("peer_worker.py")
 MAX_MODEL_LEN = 2048
@@ -157,13 +158,10 @@ def poisson(seed: int, rate: float, count: int) -> Requests:
 def conversations(
     path: Path, tokenize: Callable[[list[Any]], list[int]], count: int = 64
 ) -> Requests:
-    """W5: the first turns of a ShareGPT file that a human opens, short enough for the model."""
+    """W5: the first questions of a ShareGPT file, short enough for the model."""
     requests: Requests = []
-    for conversation in json.loads(path.read_text(encoding="utf-8")):
-        turns = conversation.get("conversations") or []
-        if not turns or turns[0].get("from") != "human":
-            continue
-        ids = tokenize([{"role": "user", "content": turns[0]["value"]}])
+    for question, _ in first_turns(path):
+        ids = tokenize([{"role": "user", "content": question}])
         if 4 <= len(ids) <= MAX_MODEL_LEN - 256:
             requests.append(request(ids, 256, greedy=True))
         if len(requests) == count:

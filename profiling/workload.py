@@ -11,13 +11,14 @@ import csv
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
+from sharegpt import first_turns
 
 from runtime.scheduler_config import Policy
 
@@ -193,12 +194,12 @@ def read_sharegpt(path: Path, encode: Callable[[str], list[int]], count: int) ->
     The first question is the prompt, and the first answer is as long as the output shall be.
 
     Args:
-        path: JSON, a list of {"conversations": [{"from": "human" or "gpt", "value": text}, ...]}.
+        path: JSON; see sharegpt.py.
         encode: text to token ids.
         count: most requests.
     """
     prompts, outputs = [], []
-    for question, answer in _first_turns(json.loads(path.read_text(encoding="utf-8"))):
+    for question, answer in first_turns(path):
         ids, num_output = encode(question), len(encode(answer))
         if ids and num_output:
             prompts.append(np.array(ids, dtype=np.int32))
@@ -207,13 +208,6 @@ def read_sharegpt(path: Path, encode: Callable[[str], list[int]], count: int) ->
             break
     workload = _from_lists(path, [0.0] * len(prompts), [len(p) for p in prompts], outputs)
     return dataclasses.replace(workload, prompts=tuple(prompts))
-
-
-def _first_turns(conversations: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    for conversation in conversations:
-        turns = conversation.get("conversations", [])
-        if len(turns) >= 2 and (turns[0]["from"], turns[1]["from"]) == ("human", "gpt"):
-            yield turns[0]["value"], turns[1]["value"]
 
 
 def _from_lists(

@@ -30,6 +30,7 @@ _ENGINE_FLAGS = (
     "kv_cache_bytes",
     "policy",
     "attention_backend",
+    "quantization",
 )
 _SAMPLING_FLAGS = (
     "temperature",

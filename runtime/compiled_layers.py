@@ -108,7 +108,7 @@ def compile_layers(
 
 def _warm_up(decoder: Decoder, regions: Regions, compiler: RegionCompiler, max_tokens: int) -> None:
     """Run forwards of made-up tokens, without attention: many first, from which sizes are taken."""
-    device = decoder.embed_tokens.device
+    device = decoder.norm.device
 
     def attend(
         layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -179,7 +179,7 @@ def _is_whole(directory: Path) -> bool:
 
 def _key(decoder: Decoder, max_tokens: int) -> str:
     """Names everything that the compiled code depends on: model, versions, machine, sizes."""
-    device = decoder.embed_tokens.device
+    device = decoder.norm.device
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         machine = f"{properties.name} {properties.major}.{properties.minor}"
@@ -187,7 +187,7 @@ def _key(decoder: Decoder, max_tokens: int) -> str:
         machine = f"{_cpu()} {torch.get_num_threads()} threads"
     sources = sorted((Path(__file__).parent / "models").glob("*.py"))
     facts = (
-        *(decoder.config, decoder.embed_tokens.dtype, type(decoder.layers[0].qkv_weight)),
+        *(decoder.config, decoder.norm.dtype, type(decoder.layers[0].qkv_weight)),
         *(max_tokens, machine),
         *(sys.version, torch.__version__, torch.version.git_version, torch.version.cuda),
         *(hash_file(source) for source in sources),

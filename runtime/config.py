@@ -11,16 +11,24 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 import torch
 
-from attention import block_size_multiple, preferred_block_size
+from attention import FlashInferOptions, block_size_multiple, preferred_block_size
 from attention.metadata import MAX_BLOCK_SIZE
 from graphs import GraphMode, compiler_refusal
-from graphs.capture_sizes import CaptureLadders, CaptureSizes, parse_capture_sizes
+from graphs.capture_sizes import CaptureLadders
 
 from . import model_source
-from .config_checks import max_logprobs, milliseconds, one_of, positive, resolve_device
+from .config_checks import (
+    capture_sizes,
+    itl_target_ms,
+    max_logprobs,
+    one_of,
+    positive,
+    resolve_device,
+    share,
+)
 from .environment import read_environment
 from .errors import ConfigError
-from .resolved_config import LoadFormat, ResolvedConfig
+from .resolved_config import LoadFormat, Quantization, ResolvedConfig
 from .scheduler_config import Policy
 from .step_cost import estimated_cost
 
@@ -106,6 +114,11 @@ class EngineConfig:
     attention_backend: str | None = None
     """"flashinfer" or "flash_attn" on CUDA, "native" on a CPU, "torch", or "auto": the first that
     can run; None: STEPGRAPH_ATTENTION, else "auto"."""
+    flashinfer_options: FlashInferOptions | None = None
+    """Kernels of attention backend "flashinfer"; None: those that are right everywhere."""
+    quantization: Quantization | None = None
+    """"int8": weights of bfloat16 on a CPU are rounded to int8, one factor for each output, which
+    makes steps of few sequences up to twice as fast. None: they stay as they are."""
     max_logprobs: int = 20
     """Most likeliest tokens that a request may want log-probabilities of, for each token of its
     output or prompt; -1: the whole vocabulary."""
@@ -124,38 +137,24 @@ class EngineConfig:
             raise ConfigError(f"block_size={size} is not a power of two from 1 to {MAX_BLOCK_SIZE}")
         one_of("load_format", self.load_format, get_args(LoadFormat))
         one_of("policy", self.policy, get_args(Policy))
+        one_of("quantization", self.quantization, (None, *get_args(Quantization)))
         one_of("dtype", self.dtype, ("auto", *DTYPES))
         if self.graph_mode is not None:
             one_of("graph_mode", self.graph_mode, get_args(GraphMode))
-        share = self.gpu_memory_utilization
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-            raise ConfigError(f"gpu_memory_utilization={share!r} is not above 0 and at most 1")
-        self._check_step_size_options()
+        share("gpu_memory_utilization", self.gpu_memory_utilization)
+        if self.capture_sizes is not None:
+            object.__setattr__(self, "capture_sizes", capture_sizes(self.capture_sizes))
+        if self.itl_target_ms is not None:
+            itl_target_ms(self.itl_target_ms, self.policy)
         object.__setattr__(self, "max_logprobs", max_logprobs(self.max_logprobs))
+        options = self.flashinfer_options
+        if not isinstance(options, FlashInferOptions | None):
+            raise ConfigError(f"flashinfer_options={options!r} are not FlashInferOptions")
         for name in ("enable_prefix_caching", "bucket_fitting", *_OPEN_SWITCHES):
             value = getattr(self, name)
             may_be_open = name in _OPEN_SWITCHES
             if not isinstance(value, bool) and not (may_be_open and value is None):
                 raise ConfigError(f"{name}={value!r} is not True or False")
-
-    def _check_step_size_options(self) -> None:
-        if self.capture_sizes is not None:
-            try:
-                sizes = self.capture_sizes
-                sizes = parse_capture_sizes(sizes) if isinstance(sizes, str) else tuple(sizes)
-                sizes = CaptureSizes(sizes).sizes
-            except (TypeError, ValueError) as error:
-                raise ConfigError(f"capture_sizes={self.capture_sizes!r}: {error}") from None
-            object.__setattr__(self, "capture_sizes", sizes)
-        target = self.itl_target_ms
-        if target is None:
-            return
-        object.__setattr__(self, "itl_target_ms", milliseconds("itl_target_ms", target))
-        if self.policy == "prefill_first":
-            raise ConfigError(
-                f"itl_target_ms={target!r} can't be kept under policy='prefill_first', which stops "
-                f"decodes while prompts run; use 'fcfs' or 'priority'"
-            )
 
     def resolve_model(self) -> Path:
         """The model's local directory, fetched or converted first if need be.
@@ -196,6 +195,11 @@ class EngineConfig:
         budget = self._resolve_budget(device, env, reasons)
         num_seqs = self._resolve_num_seqs(budget, reasons)
         dtype = self._resolve_dtype(decoder, stored_dtype, reasons)
+        if self.quantization is not None and (device.type, dtype) != ("cpu", torch.bfloat16):
+            raise ConfigError(
+                f"quantization={self.quantization!r} is for bfloat16 on a CPU, not for {dtype} on "
+                f"{device}; leave it out, or ask for dtype='bfloat16' and device='cpu'"
+            )
         graph_mode = self._resolve_graph_mode(device, env, reasons)
         ladders = None
         if graph_mode != "none":
@@ -226,9 +230,11 @@ class EngineConfig:
             lazy_capture=self._resolve_switch("lazy_capture", env, reasons),
             bucket_fitting=self.bucket_fitting,
             compile=self._resolve_compile(device, env, reasons),
-            itl_target_ms=self.itl_target_ms,
+            itl_target_ms=None if self.itl_target_ms is None else float(self.itl_target_ms),
             overlap_scheduling=self._resolve_overlap(device, reasons),
             attention_backend=self.attention_backend or env.get("STEPGRAPH_ATTENTION", "auto"),
+            flashinfer_options=self.flashinfer_options,
+            quantization=self.quantization,
             max_logprobs=self.max_logprobs,
             seed=self.seed,
             nvtx=self._resolve_switch("nvtx", env, reasons),

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+from collections.abc import Sequence
 
 import torch
+
+from graphs.capture_sizes import CaptureSizes, parse_capture_sizes
 
 from .errors import ConfigError
 
@@ -24,6 +27,12 @@ def positive(name: str, value: object) -> int:
     return number
 
 
+def share(name: str, value: object) -> None:
+    """A number above 0 and at most 1."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise ConfigError(f"{name}={value!r} is not above 0 and at most 1")
+
+
 def max_logprobs(value: object) -> int:
     """A whole number from 0, or -1."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < -1:
@@ -31,18 +40,31 @@ def max_logprobs(value: object) -> int:
     return int(value)
 
 
-def milliseconds(name: str, value: object) -> float:
-    """A finite number above 0."""
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_number or not 0 < value < math.inf:  # type: ignore[operator]
-        raise ConfigError(f"{name}={value!r} is not a number of milliseconds above 0")
-    return float(value)  # type: ignore[arg-type]
-
-
-def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+def one_of(name: str, value: object, allowed: tuple[str | None, ...]) -> None:
     """One of the allowed texts."""
     if value not in allowed:
-        raise ConfigError(f"{name}={value!r} is not one of {', '.join(allowed)}")
+        raise ConfigError(f"{name}={value!r} is not one of {', '.join(map(str, allowed))}")
+
+
+def capture_sizes(value: str | Sequence[int]) -> tuple[int, ...]:
+    """Sizes as text or as numbers, as EngineConfig takes them."""
+    try:
+        sizes = parse_capture_sizes(value) if isinstance(value, str) else tuple(value)
+        return CaptureSizes(sizes).sizes
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"capture_sizes={value!r}: {error}") from None
+
+
+def itl_target_ms(value: object, policy: str) -> None:
+    """A number of milliseconds, under a policy that can keep it."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:  # type: ignore[operator]
+        raise ConfigError(f"itl_target_ms={value!r} is not a number of milliseconds above 0")
+    if policy == "prefill_first":
+        raise ConfigError(
+            f"itl_target_ms={value!r} can't be kept under policy='prefill_first', which stops "
+            f"decodes while prompts run; use 'fcfs' or 'priority'"
+        )
 
 
 def resolve_device(name: str, reasons: dict[str, str]) -> torch.device:

@@ -11,7 +11,7 @@ from attention import AttentionMetadata
 
 from .logits_batch import LogitsBatch, LogitsPlan
 from .row_table import NO_LOGPROBS, RowTable
-from .sampler import SamplingBatch, stateless_uniforms
+from .sampler import SamplingBatch, stream_uniforms
 from .staging import StagingBuffer
 from .step import ScheduledBatch
 
@@ -97,11 +97,11 @@ def pack(table: RowTable, scheduled: ScheduledBatch, staging: StagingBuffer) -> 
     host = layout.host
     cu_seqlens_q = host["cu_seqlens_q"]
     cu_seqlens_q[0] = host["cu_seqlens_k"][0] = 0
-    np.cumsum(new, out=cu_seqlens_q[1:])
-    np.cumsum(context, out=host["cu_seqlens_k"][1:])
+    new.cumsum(out=cu_seqlens_q[1:])
+    context.cumsum(out=host["cu_seqlens_k"][1:])
     host["context_lens"][:] = context
     host["input_ids"][:] = scheduled.token_ids
-    np.take(table.block_tables[:, :max_blocks], rows, axis=0, out=host["block_tables"], mode="clip")
+    table.block_tables[:, :max_blocks].take(rows, axis=0, out=host["block_tables"], mode="clip")
     _fill_positions(host, scheduled, table.block_size)
     np.subtract(cu_seqlens_q[1:][sampled], 1, out=host["logits_indices"][:num_sampled])
     if scheduled.scoring is not None:
@@ -109,8 +109,8 @@ def pack(table: RowTable, scheduled: ScheduledBatch, staging: StagingBuffer) -> 
     for name, array in extras.arrays.items():
         host[name][:] = array
     for name in ("temperature", "top_k", "top_p", "min_p"):
-        np.take(getattr(table, name), sampled_rows, out=host[name], mode="clip")
-    host["uniforms"][:] = stateless_uniforms(table.seeds[sampled_rows], output_positions)
+        getattr(table, name).take(sampled_rows, out=host[name], mode="clip")
+    host["uniforms"][:] = stream_uniforms(table.streams[sampled_rows], output_positions)
     device = staging.upload(layout)
     metadata = AttentionMetadata(
         cu_seqlens_q=device["cu_seqlens_q"],
@@ -204,9 +204,9 @@ def _fill_positions(
         shift = scheduled.num_computed_tokens - host["cu_seqlens_q"][:-1]
         sequence_of_token = np.repeat(sequence_of_token, new)
         np.add(np.arange(scheduled.num_tokens), np.repeat(shift, new), out=positions)
-    blocks = host["block_tables"][sequence_of_token, positions // block_size]
+    blocks = host["block_tables"][sequence_of_token, positions >> (block_size.bit_length() - 1)]
     np.multiply(blocks, block_size, out=host["slot_mapping"])
-    host["slot_mapping"] += positions % block_size
+    host["slot_mapping"] += positions & (block_size - 1)
 
 
 def _overlap_batch(device: dict[str, torch.Tensor]) -> OverlapBatch | None:

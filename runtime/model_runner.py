@@ -24,6 +24,7 @@ from graphs import (
 )
 
 from .compiled_layers import CompiledLayers, compile_layers
+from .errors import ConfigError
 from .input_batch import InputBatch, pack, pack_logits
 from .kv_memory import (
     cpu_kv_bytes,
@@ -35,10 +36,10 @@ from .kv_memory import (
 from .models import (
     PLAIN_REGIONS,
     DecoderConfig,
+    Packing,
     Regions,
     load_decoder,
     native_regions,
-    pack_decoder,
     pack_refusal,
     region_refusal,
 )
@@ -71,6 +72,7 @@ class ModelRunner:
     ) -> None:
         self._config = config
         self._ranges = ranges
+        refusal = self._packing_refusal()
         self._model = load_decoder(
             # No position past max_model_len occurs, so the rotary table need not hold one.
             dataclasses.replace(decoder_config, max_position_embeddings=config.max_model_len),
@@ -79,20 +81,30 @@ class ModelRunner:
             device=config.device,
             load_format=config.load_format,
             seed=config.seed,
+            packing=None
+            if refusal
+            else Packing(int8=config.quantization == "int8", cache_dir=config.cache_dir),
         )
-        refusal = self._pack_weights()
         self._layers = self._compile_layers()
         regions = self._layers.regions or self._uncompiled_regions(refusal)
         self._forward = functools.partial(self._model, regions=regions)
         self._spec = config.attention_spec(decoder_config)
         self._backend = select_backend(
-            config.attention_backend, self._spec, cache_dir=config.cache_dir
+            config.attention_backend,
+            self._spec,
+            cache_dir=config.cache_dir,
+            flashinfer_options=config.flashinfer_options,
         )
         depth = MAX_IN_FLIGHT if config.overlap_scheduling else 1
         self._staging = StagingRing(config.device, depth)
         self._late_staging = StagingRing(config.device, depth)
         self._rows = self._new_row_table()
-        self._sampler = TokenSampler(config.max_num_seqs, decoder_config.vocab_size, config.device)
+        self._sampler = TokenSampler(
+            config.max_num_seqs,
+            decoder_config.vocab_size,
+            config.device,
+            cache_dir=config.cache_dir,
+        )
         self.estimated_graph_bytes: int | None = None
         """What was kept free of KV blocks for the graphs; None: the pool's size was given."""
         cache = self._allocate_kv_pool()
@@ -208,18 +220,19 @@ class ModelRunner:
         graphs.statistics.add_seconds(drawn.launch, drawn.timer.seconds())
         return output
 
-    def _pack_weights(self) -> str | None:
-        """Pack the weights, or say why they stay plain."""
-        config, model = self._config, self._model
+    def _packing_refusal(self) -> str | None:
+        """Why the weights stay plain; None if they are packed."""
+        config = self._config
         refusal = pack_refusal(config.dtype, config.device, cache_dir=config.cache_dir)
-        if refusal is None:
-            pack_decoder(model, cache_dir=config.cache_dir)
-        elif config.device.type == "cpu" and config.dtype == torch.bfloat16:
+        if refusal is not None and config.quantization is not None:
+            raise ConfigError(f"quantization={config.quantization!r} can't be done: {refusal}")
+        if refusal is not None and config.device.type == "cpu" and config.dtype == torch.bfloat16:
             logger.warning(
                 "weights can't be packed for this CPU: %s. Steps will take several times as long",
                 refusal,
             )
-        logger.info("weights packed: %s", "yes" if refusal is None else f"no, {refusal}")
+        packed = f"yes, in {config.quantization or 'bfloat16'}"
+        logger.info("weights packed: %s", packed if refusal is None else f"no, {refusal}")
         return refusal
 
     def _uncompiled_regions(self, refusal: str | None) -> Regions:

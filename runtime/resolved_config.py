@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from attention import AttentionSpec
+from attention import AttentionSpec, FlashInferOptions
 from graphs import GraphMode
 from graphs.capture_sizes import CaptureLadders
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .models import DecoderConfig
 
 LoadFormat = Literal["auto", "dummy"]
+Quantization = Literal["int8"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +71,10 @@ class ResolvedConfig:
     """Whether a step is launched while the one before runs."""
     attention_backend: str
     """A backend's name, or "auto"."""
+    flashinfer_options: FlashInferOptions | None
+    """As in EngineConfig."""
+    quantization: Quantization | None
+    """As in EngineConfig."""
     max_logprobs: int
     """As in EngineConfig."""
     seed: int

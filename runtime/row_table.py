@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from .logits_rules import LogitsRules
+from .sampler import seed_streams
 from .sampling_params import SamplingParams
 from .step import LateIdsBatch, ScheduledBatch
 
@@ -33,7 +34,8 @@ class RowTable:
         self.block_tables = np.zeros((max_num_seqs, max_blocks_per_seq), dtype=np.int32)
         """[max_num_seqs, max_blocks_per_seq]; entries past a sequence's blocks are block 0."""
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
-        self.seeds = np.zeros(max_num_seqs, dtype=np.uint64)
+        self.streams = np.zeros(max_num_seqs, dtype=np.uint64)
+        """Each row's `seed_streams`."""
         self.temperature = np.zeros(max_num_seqs, dtype=np.float32)
         self.top_k = np.zeros(max_num_seqs, dtype=np.int32)
         """0: off."""
@@ -65,7 +67,7 @@ class RowTable:
             # A row starts from null blocks, whatever its last sequence left there.
             self.block_tables[admitted] = 0
             self.num_prompt_tokens[admitted] = scheduled.admitted_num_prompt_tokens
-            self.seeds[admitted] = scheduled.admitted_seeds
+            self.streams[admitted] = seed_streams(scheduled.admitted_seeds)
             for row, params in zip(admitted.tolist(), scheduled.admitted_params, strict=True):
                 self._set_params(row, params)
         if scheduled.admitted_rules:

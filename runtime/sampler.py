@@ -11,8 +11,9 @@ transformers' logits processor of that name gives it. Where several tokens tie a
 top_p, lower ids are kept first. The vocabulary is sorted only for top_p.
 
 Nothing here waits for an accelerator. On a CPU, where reading is free, rows that use a filter
-are drawn one by one from their few candidates instead of sorting the vocabulary; that gives the
-same tokens as the batched way.
+are drawn one by one from their few candidates instead of sorting the vocabulary, and all others by
+a native library where there is one; both give the same tokens as the batched way, but for the last
+bit of a probability.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch.nn import functional
+
+from .native_sampler import draw_native
 
 _SCALE = 2.0**50
 _GROUP = 128
@@ -90,9 +93,24 @@ def stateless_uniforms(
     Returns:
         [n] float32, multiples of 2**-24.
     """
-    stream = _mix64(seeds + _GOLDEN_GAMMA)
-    mixed = _mix64(stream + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN_GAMMA)
-    uniforms: _Floats = (mixed >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+    return stream_uniforms(seed_streams(seeds), positions)
+
+
+def seed_streams(seeds: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """[n] uint64, where each seed's stream starts: the part of `stateless_uniforms` that stays."""
+    return _mix64(seeds + _GOLDEN_GAMMA)
+
+
+def stream_uniforms(
+    streams: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float32]:
+    """[n] float32: `stateless_uniforms` of the seeds whose `seed_streams` these are."""
+    mixed = positions.astype(np.uint64)
+    mixed += np.uint64(1)
+    mixed *= _GOLDEN_GAMMA
+    mixed += streams
+    uniforms: npt.NDArray[np.float32] = (_mix64(mixed) >> np.uint64(40)).astype(np.float32)
+    uniforms *= np.float32(2.0**-24)
     return uniforms
 
 
@@ -101,21 +119,26 @@ _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 def _mix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """SplitMix64's finaliser, David Stafford's variant 13 of MurmurHash3's."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: npt.NDArray[np.uint64] = values ^ (values >> np.uint64(31))
+    mixed: npt.NDArray[np.uint64] = values ^ (values >> np.uint64(30))
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    mixed ^= mixed >> np.uint64(27)
+    mixed *= np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(31)
     return mixed
 
 
-def sample(logits: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
+def sample(logits: torch.Tensor, batch: SamplingBatch, library: str | None = None) -> SampledTokens:
     """Draw one token a row.
 
     Args:
         logits: [n, vocab] float32; not changed.
         batch: the n rows' options, on the logits' device.
+        library: on a CPU, what `sampler_library` gave; None: torch's operators alone.
     """
     assert logits.dtype == torch.float32, f"logits are {logits.dtype}, not float32"
     assert logits.shape[0] == batch.temperature.shape[0], "one row of logits for each row"
+    if library is not None:
+        return _sample_natively(library, logits, batch)
     best_logits, best_ids = _row_max(logits)
     is_valid = best_logits.isfinite()
     token_ids = best_ids
@@ -219,6 +242,27 @@ def _draw_on_host(
 ) -> torch.Tensor:
     """As `_draw_batched`, but works only on the rows that are drawn at all."""
     rows = ((batch.temperature > 0) & best_logits.isfinite()).nonzero()[:, 0]
+    return best_ids.index_put((rows,), _draw_rows(rows, logits, best_logits, batch))
+
+
+def _sample_natively(library: str, logits: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
+    temperature, is_filtered = batch.temperature, None
+    if batch.max_top_k or batch.any_top_p or batch.any_min_p:
+        is_filtered = (batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0)
+        is_filtered &= temperature > 0
+        temperature = temperature.masked_fill(is_filtered, 0)
+    token_ids, best_logits = draw_native(library, logits, temperature, batch.uniforms)
+    is_valid = best_logits.isfinite()
+    if is_filtered is not None:
+        rows = (is_filtered & is_valid).nonzero()[:, 0]
+        token_ids[rows] = _draw_rows(rows, logits, best_logits, batch)
+    return SampledTokens(token_ids=token_ids.where(is_valid, 0), is_valid=is_valid)
+
+
+def _draw_rows(
+    rows: torch.Tensor, logits: torch.Tensor, best_logits: torch.Tensor, batch: SamplingBatch
+) -> torch.Tensor:
+    """[len(rows)] int64: the drawn tokens of some rows, given in ascending order."""
     logits = _take(logits, rows)
     weights = _weights(logits, best_logits[rows], batch.temperature[rows])
     uniforms = batch.uniforms[rows]
@@ -239,7 +283,7 @@ def _draw_on_host(
             min_p=min_p[i],
             uniform=float(uniforms[i]),
         )
-    return best_ids.index_put((rows,), torch.from_numpy(drawn))
+    return torch.from_numpy(drawn)
 
 
 def _take(rows_of: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
+
+from attention.native_build import NativeBuildError
 
 from .input_batch import InputBatch
 from .logits_batch import LogitsBatch, apply_rules, run_processors
 from .logprobs import LogprobsOutput
+from .native_sampler import sampler_library
 from .sampler import SampledTokens, sample
 from .step import ScheduledBatch, StepOutput
 from .token_counts import TokenCounts
+
+logger = logging.getLogger("stepgraph.runtime")
 
 ComputeLogits = Callable[[torch.Tensor], torch.Tensor]
 """[n, hidden_size] hidden states to [n, vocab] float32 logits."""
@@ -70,14 +77,28 @@ class TokenSampler:
         max_num_seqs: rows of the tables.
         vocab_size: tokens of the model.
         device: where the logits are.
+        cache_dir: where the native library of CPUs is kept; None: stepgraph in the user's cache.
     """
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        vocab_size: int,
+        device: torch.device,
+        *,
+        cache_dir: Path | None = None,
+    ) -> None:
         self._max_num_seqs = max_num_seqs
         self._vocab_size = vocab_size
         self._device = device
         self._counts: TokenCounts | None = None
         self._last_ids = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+        self._library: str | None = None
+        if device.type == "cpu":
+            try:
+                self._library = sampler_library(cache_dir=cache_dir)
+            except NativeBuildError as error:
+                logger.info("tokens are drawn by torch's operators: %s", error)
 
     @torch.inference_mode()
     def admit(self, scheduled: ScheduledBatch) -> None:
@@ -122,7 +143,7 @@ class TokenSampler:
         if batch.logits is not None:
             changed = logits.clone()  # log-probabilities are of the model's own
             errors = self._change(changed, batch.logits)
-        sampled = sample(changed, batch.sampling)
+        sampled = sample(changed, batch.sampling, self._library)
         if batch.logits is not None and batch.logits.penalties is not None:
             self._own_counts().add(batch.logits.penalties, sampled.token_ids)
         if batch.overlap is not None:

@@ -18,14 +18,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
-from .linear import linear
+from .linear import PackedWeight, embedding, linear
 from .rotary import gather_rotary, rotary_table, rotate
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from attention.backend import LayerAttention
 
     from .config import DecoderConfig
@@ -129,25 +127,37 @@ def between(
 
 
 class Decoder(nn.Module):
-    """A decoder-only language model, its parameters allocated on `device` and not yet filled."""
+    """A decoder-only language model, its parameters not yet filled.
 
-    def __init__(self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+    They are allocated on `device`, or with `weights_device` there: on "meta" they have a shape
+    alone, until `put` brings each one's values.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        weights_device: torch.device | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
         shape = (config.vocab_size, config.hidden_size)
-        self.embed_tokens = _parameter(torch.empty(shape, dtype=dtype, device=device))
+        where = weights_device or device
+
+        def empty(*shape: int) -> nn.Parameter:
+            return _parameter(torch.empty(shape, dtype=dtype, device=where))
+
+        self.embed_tokens = empty(*shape)
         self.layers = tuple(
-            DecoderLayer(config, dtype=dtype, device=device) for _ in range(config.num_layers)
+            DecoderLayer(config, dtype=dtype, device=where) for _ in range(config.num_layers)
         )
         # Makes them submodules. The tuple keeps their type, and each step's loop cheaper.
         self.registered_layers = nn.ModuleList(self.layers)
-        self.norm = _parameter(torch.empty(config.hidden_size, dtype=dtype, device=device))
+        self.norm = empty(config.hidden_size)
         # None: the head is the embedding's weight.
-        self.lm_head = (
-            None
-            if config.tie_word_embeddings
-            else _parameter(torch.empty(shape, dtype=dtype, device=device))
-        )
+        self.lm_head = None if config.tie_word_embeddings else empty(*shape)
         self.rotary_table: Tensor
         self.register_buffer(
             "rotary_table",
@@ -155,9 +165,17 @@ class Decoder(nn.Module):
             persistent=False,
         )
 
-    def give_own_head(self, weight: Tensor) -> None:
-        """Untie the head: logits come from `weight` [vocab_size, hidden_size] from now on."""
-        self.lm_head = _parameter(weight)
+    def put(self, name: str, weight: Tensor | PackedWeight) -> None:
+        """Make `weight` the parameter that named_parameters() calls `name`, or a new "lm_head"."""
+        path, _, attribute = name.rpartition(".")
+        module = self.get_submodule(path)
+        delattr(module, attribute)
+        setattr(module, attribute, _parameter(weight) if isinstance(weight, Tensor) else weight)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """[T, hidden_size], contiguous: the embeddings of `input_ids` [T] int32 or int64."""
+        rows, width = embedding(input_ids, self.embed_tokens), self.config.hidden_size
+        return rows if rows.shape[1] == width else rows[:, :width].contiguous()
 
     def forward(
         self,
@@ -182,7 +200,7 @@ class Decoder(nn.Module):
 
     def enter(self, input_ids: Tensor, positions: Tensor) -> tuple[AttentionInputs, RotaryFactors]:
         """The region before the first attention call."""
-        residual = F.embedding(input_ids, self.embed_tokens)
+        residual = self.embed(input_ids)
         rotary = gather_rotary(self.rotary_table, positions, residual.dtype)
         return project(self.layers[0], residual, rotary), rotary
 

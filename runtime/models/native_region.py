@@ -12,7 +12,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from attention.native_build import load_library
@@ -31,8 +30,9 @@ _NUMBERS = (
     *("qkv_width", "head_dim", "num_rotated_heads"),
 )
 _ADDRESSES = (
-    *("attended", "residual", "o_weight", "o_bias", "post_norm", "gate_up_weight", "gate_up_bias"),
-    *("down_weight", "down_bias", "norm", "qkv_weight", "qkv_bias", "qk_norm", "cos", "sin"),
+    *("attended", "residual", "o_weight", "o_scales", "o_bias", "post_norm"),
+    *("gate_up_weight", "gate_up_scales", "gate_up_bias", "down_weight", "down_scales"),
+    *("down_bias", "norm", "qkv_weight", "qkv_scales", "qkv_bias", "qk_norm", "cos", "sin"),
     *("new_residual", "out"),
 )
 
@@ -54,8 +54,14 @@ def region_refusal(decoder: Decoder) -> str | None:
         return "the weights are not packed"
     if config.intermediate_size % PANEL:
         return f"intermediate_size {config.intermediate_size} is not a multiple of {PANEL}"
-    if config.hidden_size % 2:
-        return f"hidden_size {config.hidden_size} is odd"
+    inputs_per_word = decoder.layers[0].qkv_weight.panels.shape[-1]
+    widths = {
+        "hidden_size": config.hidden_size,
+        "num_heads * head_dim": config.num_heads * config.head_dim,
+    }
+    for name, width in widths.items():
+        if width % inputs_per_word:
+            return f"{name} {width} is not a multiple of {inputs_per_word}"
     return None
 
 
@@ -72,7 +78,7 @@ def native_regions(decoder: Decoder) -> Regions:
     def enter(
         decoder: Decoder, input_ids: Tensor, positions: Tensor
     ) -> tuple[AttentionInputs, RotaryFactors]:
-        residual = F.embedding(input_ids, decoder.embed_tokens)
+        residual = decoder.embed(input_ids)
         rotary = gather_rotary(decoder.rotary_table, positions, residual.dtype)
         return first.project(None, residual, rotary), rotary
 
@@ -121,6 +127,9 @@ class _Region:
             self._width = sum(self._heads) * config.head_dim
         packed = {name: _packed(weight) for name, weight in weights.items()}
         tensors = others | {name: weight.panels for name, weight in packed.items()}
+        tensors |= {
+            name.replace("weight", "scales"): weight.scales for name, weight in packed.items()
+        }
         (library,) = {weight.library for weight in packed.values()}
         self._function = load_library(library).stepgraph_region
         self._products_per_row = sum(weight.panels.numel() for weight in packed.values())

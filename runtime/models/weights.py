@@ -1,17 +1,19 @@
-"""Fill a decoder: from a safetensors checkpoint, tensor by tensor into fused parameters, or with
-random numbers."""
+"""Fill a decoder, one parameter after another: from a safetensors checkpoint, or with random
+numbers."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ..errors import ConfigError, ModelLoadError, UnsupportedModelError
 from .checkpoint import WEIGHT_DTYPES, StoredTensor, read_headers, read_into
 from .decoder import Decoder, DecoderLayer
+from .packing import WeightPacker
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -40,12 +42,14 @@ def load_decoder(
     device: torch.device,
     load_format: str = "auto",
     seed: int = 0,
+    packing: Packing | None = None,
 ) -> Decoder:
     """A decoder with its weights in `dtype` on `device`.
 
     `load_format` "auto" reads the safetensors of the model directory `path`; "dummy" reads nothing
     and draws weights from `seed` (equal for equal seed, dtype and device), for tests and
-    benchmarks.
+    benchmarks. With `packing` weights are packed one by one as they are read, so that memory never
+    holds more than one of them twice.
 
     A tied head follows transformers: with only the embedding or only the head stored, both use it;
     with both stored and different, each keeps its own (logged as a warning).
@@ -59,76 +63,107 @@ def load_decoder(
         raise ConfigError(
             f"weights can't be held in {dtype}; use float32, float16, bfloat16 or float64"
         )
-    if load_format == "dummy":
-        decoder = Decoder(config, dtype=dtype, device=device)
-        _draw_weights(decoder, seed)
-        return decoder
-    stored = _with_base_prefix(read_headers(path))
-    stored = {name: t for name, t in stored.items() if not name.endswith(_HARMLESS_SUFFIXES)}
-    _refuse_packed(path, stored)
-    decoder = Decoder(config, dtype=dtype, device=device)
-    slots = dict(_slots(decoder))
-    second_head = None
-    if config.tie_word_embeddings and _HEAD in stored:
-        if _EMBEDDING in stored:
-            second_head = stored.pop(_HEAD)
+    stored = {}
+    if load_format == "auto":
+        stored = _with_base_prefix(read_headers(path))
+        stored = {name: t for name, t in stored.items() if not name.endswith(_HARMLESS_SUFFIXES)}
+        _refuse_packed(path, stored)
+        config = _settle_head(config, path, stored, dtype)
+    decoder = Decoder(config, dtype=dtype, device=device, weights_device=torch.device("meta"))
+    parts = _parts(decoder)
+    if load_format == "auto":
+        _check_fit(path, stored, {part.stored: part for of in parts.values() for part in of})
+    generator = torch.Generator(device=device).manual_seed(seed)
+    packer = None if packing is None else WeightPacker(decoder, **packing._asdict())
+    for name, parameter in [*decoder.named_parameters()]:
+        weight = torch.empty_like(parameter, device=device)
+        if load_format == "auto":
+            rows = [part.rows for part in parts[name]]
+            for part, target in zip(parts[name], torch.split(weight, rows), strict=True):
+                read_into(stored[part.stored], target)
         else:
-            stored[_EMBEDDING] = stored.pop(_HEAD)
-    _check_fit(path, stored, slots)
-    for name, tensor in sorted(stored.items(), key=lambda item: (item[1].file, item[1].offset)):
-        read_into(tensor, slots[name].target)
-    if second_head is not None:
-        _load_second_head(path, decoder, second_head)
+            _draw(name, weight, generator)
+        (packer or decoder).put(name, weight)
+    if packer is not None:
+        packer.log()
     return decoder
 
 
+class Packing(NamedTuple):
+    """How weights are packed: the arguments of WeightPacker."""
+
+    int8: bool = False
+    level: str | None = None
+    cache_dir: Path | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Slot:
-    """Where one checkpoint tensor belongs."""
+class _Part:
+    """A checkpoint's tensor and the rows of a parameter that it fills."""
 
-    target: Tensor
-    """Part of a parameter."""
+    stored: str
+    """Name in the checkpoint, which is that in transformers."""
+    rows: int
     shape: tuple[int, ...]
-    """Shape that the checkpoint must have; it broadcasts to the target's."""
+    """Shape that the checkpoint must have; it broadcasts to the rows'."""
 
 
-def _slots(decoder: Decoder) -> Iterator[tuple[str, _Slot]]:
-    """Every tensor that a checkpoint must hold, under its name in transformers."""
-    yield _EMBEDDING, _whole(decoder.embed_tokens)
-    yield "model.norm.weight", _whole(decoder.norm)
+def _parts(decoder: Decoder) -> dict[str, tuple[_Part, ...]]:
+    """What fills each parameter, by its name; first rows first."""
+    parts: dict[str, tuple[_Part, ...]] = {
+        "embed_tokens": (_whole(_EMBEDDING, decoder.embed_tokens),),
+        "norm": (_whole("model.norm.weight", decoder.norm),),
+    }
     if decoder.lm_head is not None:
-        yield _HEAD, _whole(decoder.lm_head)
+        parts["lm_head"] = (_whole(_HEAD, decoder.lm_head),)
     for index, layer in enumerate(decoder.layers):
-        for name, slot in _layer_slots(layer):
-            yield f"model.layers.{index}.{name}", slot
+        prefix = f"model.layers.{index}."
+        for name, of in _layer_parts(layer, prefix):
+            parts[f"registered_layers.{index}.{name}"] = of
+    return parts
 
 
-def _layer_slots(layer: DecoderLayer) -> Iterator[tuple[str, _Slot]]:
-    yield "input_layernorm.weight", _whole(layer.input_norm)
-    yield "post_attention_layernorm.weight", _whole(layer.post_attention_norm)
+def _layer_parts(layer: DecoderLayer, prefix: str) -> Iterator[tuple[str, tuple[_Part, ...]]]:
+    yield "input_norm", (_whole(f"{prefix}input_layernorm.weight", layer.input_norm),)
+    post_norm = layer.post_attention_norm
+    yield "post_attention_norm", (_whole(f"{prefix}post_attention_layernorm.weight", post_norm),)
     query_rows, kv_rows = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
     inner = layer.down_weight.shape[1]
     fused = (
-        (("q_proj", "k_proj", "v_proj"), [query_rows, kv_rows, kv_rows], "self_attn", "qkv"),
-        (("o_proj",), [layer.o_weight.shape[0]], "self_attn", "o"),
-        (("gate_proj", "up_proj"), [inner, inner], "mlp", "gate_up"),
-        (("down_proj",), [layer.down_weight.shape[0]], "mlp", "down"),
+        (("q_proj", "k_proj", "v_proj"), (query_rows, kv_rows, kv_rows), "self_attn", "qkv"),
+        (("o_proj",), (layer.o_weight.shape[0],), "self_attn", "o"),
+        (("gate_proj", "up_proj"), (inner, inner), "mlp", "gate_up"),
+        (("down_proj",), (layer.down_weight.shape[0],), "mlp", "down"),
     )
     for names, rows, block, parameter in fused:
         for kind in ("weight", "bias"):
             whole: Tensor | None = getattr(layer, f"{parameter}_{kind}")
             if whole is not None:
-                for name, part in zip(names, torch.split(whole, rows), strict=True):
-                    yield f"{block}.{name}.{kind}", _whole(part)
+                yield (
+                    f"{parameter}_{kind}",
+                    tuple(
+                        _Part(
+                            stored=f"{prefix}{block}.{name}.{kind}",
+                            rows=count,
+                            shape=(count, *whole.shape[1:]),
+                        )
+                        for name, count in zip(names, rows, strict=True)
+                    ),
+                )
     if layer.qk_norm is not None:
-        heads = [layer.num_heads, layer.num_kv_heads]
-        for name, part in zip(("q_norm", "k_norm"), torch.split(layer.qk_norm, heads), strict=True):
-            # The checkpoint has one row for all heads of a kind.
-            yield f"self_attn.{name}.weight", _Slot(target=part, shape=(layer.head_dim,))
+        # The checkpoint has one row for all heads of a kind.
+        heads = {"q_norm": layer.num_heads, "k_norm": layer.num_kv_heads}
+        yield (
+            "qk_norm",
+            tuple(
+                _Part(stored=f"{prefix}self_attn.{name}.weight", rows=n, shape=(layer.head_dim,))
+                for name, n in heads.items()
+            ),
+        )
 
 
-def _whole(target: Tensor) -> _Slot:
-    return _Slot(target=target, shape=tuple(target.shape))
+def _whole(stored: str, parameter: Tensor) -> _Part:
+    return _Part(stored=stored, rows=parameter.shape[0], shape=tuple(parameter.shape))
 
 
 def _with_base_prefix(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -151,13 +186,13 @@ def _refuse_packed(path: Path, stored: dict[str, StoredTensor]) -> None:
         )
 
 
-def _check_fit(path: Path, stored: dict[str, StoredTensor], slots: dict[str, _Slot]) -> None:
-    missing = [name for name in slots if name not in stored]
-    unexpected = [name for name in stored if name not in slots]
+def _check_fit(path: Path, stored: dict[str, StoredTensor], parts: dict[str, _Part]) -> None:
+    missing = [name for name in parts if name not in stored]
+    unexpected = [name for name in stored if name not in parts]
     misshapen = [
-        f"{name} (expected {list(slot.shape)}, found {list(stored[name].shape)})"
-        for name, slot in slots.items()
-        if name in stored and stored[name].shape != slot.shape
+        f"{name} (expected {list(part.shape)}, found {list(stored[name].shape)})"
+        for name, part in parts.items()
+        if name in stored and stored[name].shape != part.shape
     ]
     problems = [
         f"{len(names)} {kind}: {_listed(names)}"
@@ -181,26 +216,35 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(names[:_MAX_LISTED]) + more
 
 
-def _load_second_head(path: Path, decoder: Decoder, stored: StoredTensor) -> None:
-    """Give a tied decoder the head that is stored beside its embedding, unless it is the same."""
-    embedding = decoder.embed_tokens
-    _check_fit(path, {_HEAD: stored}, {_HEAD: _whole(embedding)})
-    head = torch.empty_like(embedding)
-    read_into(stored, head)
-    if not torch.equal(head, embedding):
-        _logger.warning(
-            "the config of %s ties the head to the embedding, but its weights hold two different "
-            "ones: each is used as stored",
-            path,
-        )
-        decoder.give_own_head(head)
+def _settle_head(
+    config: DecoderConfig, path: Path, stored: dict[str, StoredTensor], dtype: torch.dtype
+) -> DecoderConfig:
+    """Leave one of a tied decoder's two names in `stored`, or untie it if their values differ."""
+    if not config.tie_word_embeddings or _HEAD not in stored:
+        return config
+    if _EMBEDDING not in stored:
+        stored[_EMBEDDING] = stored.pop(_HEAD)
+        return config
+    shape = (config.vocab_size, config.hidden_size)
+    both = {name: stored[name] for name in (_EMBEDDING, _HEAD)}
+    _check_fit(path, both, {n: _Part(stored=n, rows=shape[0], shape=shape) for n in both})
+    embedding, head = (torch.empty(shape, dtype=dtype) for _ in both)
+    read_into(stored[_EMBEDDING], embedding)
+    read_into(stored[_HEAD], head)
+    if torch.equal(head, embedding):
+        del stored[_HEAD]
+        return config
+    _logger.warning(
+        "the config of %s ties the head to the embedding, but its weights hold two different "
+        "ones: each is used as stored",
+        path,
+    )
+    return dataclasses.replace(config, tie_word_embeddings=False)
 
 
-def _draw_weights(decoder: Decoder, seed: int) -> None:
+def _draw(name: str, weight: Tensor, generator: torch.Generator) -> None:
     """Norm weights 1, everything else normal with a standard deviation that keeps logits finite."""
-    generator = torch.Generator(device=decoder.embed_tokens.device).manual_seed(seed)
-    for name, parameter in decoder.named_parameters():
-        if name.endswith("norm"):
-            parameter.fill_(1.0)
-        else:
-            parameter.normal_(0.0, _DUMMY_STD, generator=generator)
+    if name.endswith("norm"):
+        weight.fill_(1.0)
+    else:
+        weight.normal_(0.0, _DUMMY_STD, generator=generator)

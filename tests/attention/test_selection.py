@@ -13,6 +13,7 @@ import torch
 from attention import (
     AttentionBackend,
     AttentionSpec,
+    FlashInferOptions,
     backend_names,
     block_size_multiple,
     preferred_block_size,
@@ -54,6 +55,30 @@ def test_an_unknown_name_is_refused_with_the_known_ones(
         ValueError, match=r"unknown .* 'torhc'; .*auto, flashinfer, flash_attn, native, torch"
     ):
         select_backend("torhc", make_spec())
+
+
+def test_flashinfer_takes_its_options_and_no_other_backend_does(
+    make_spec: Callable[..., AttentionSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = FlashInferOptions(ragged_prompts=True)
+    monkeypatch.setattr(selection, "_LOADERS", {"torch": lambda: TorchBackend})
+    for name in ("torch", "auto"):
+        with pytest.raises(ValueError, match=r"'torch' doesn't take .*ragged_prompts=True"):
+            select_backend(name, make_spec(), flashinfer_options=options)
+    given = []
+
+    class Recorder(TorchBackend):
+        def __init__(
+            self, spec: AttentionSpec, *, options: FlashInferOptions | None = None, **others: Path
+        ) -> None:
+            super().__init__(spec)
+            given.append(options)
+
+    monkeypatch.setattr(selection, "_LOADERS", {"flashinfer": lambda: Recorder})
+    for name in ("flashinfer", "auto"):
+        select_backend(name, make_spec(), flashinfer_options=options)
+    select_backend("flashinfer", make_spec())
+    assert given == [options, options, None]
 
 
 @pytest.mark.usefixtures("with_unavailable")

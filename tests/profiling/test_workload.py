@@ -79,6 +79,18 @@ def test_sharegpt_gives_first_questions_and_the_lengths_of_first_answers(tmp_pat
     assert workload.prompt(0, 100).tolist() == [3, 3]
 
 
+def test_a_sharegpt_file_that_is_cut_off_gives_what_comes_before(tmp_path):
+    path = tmp_path / "cut.json"
+    whole = [{"conversations": [{"from": w, "value": w} for w in ("human", "gpt")]}] * 3
+    path.write_text(json.dumps(whole, indent=1)[:-20])
+    assert len(read_sharegpt(path, lambda text: [1], 2)) == 2
+    with pytest.raises(ValueError, match=r"cut.json can't be read beyond character \d+"):
+        read_sharegpt(path, lambda text: [1], 3)
+    path.write_text('{"conversations": []}')
+    with pytest.raises(ValueError, match="is not a JSON list of conversations"):
+        read_sharegpt(path, lambda text: [1], 3)
+
+
 def test_arrival_processes_have_their_rate_and_shape(azure):
     poisson = azure.arriving("poisson", 4.0, seed=1)
     gaps = np.diff(poisson.arrivals)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from attention import FlashInferOptions
 from runtime import ConfigError, EngineConfig
 from runtime.model_source import cache_directory
 from runtime.models import load_decoder_config, stored_dtype
@@ -66,6 +67,13 @@ def test_a_block_size_that_the_attention_backend_can_not_take_is_refused(decoder
     ):
         resolve(decoder, block_size=16, attention_backend="flash_attn")
     assert resolve(decoder, block_size=256, attention_backend="flash_attn").block_size == 256
+
+
+def test_options_of_flashinfer_are_kept_and_nothing_else_is_taken_for_them(decoder):
+    options = FlashInferOptions(prefill_kernel="fa3")
+    assert resolve(decoder, flashinfer_options=options).flashinfer_options == options
+    with pytest.raises(ConfigError, match=r"flashinfer_options='fa3' are not FlashInferOptions"):
+        EngineConfig(model="m", flashinfer_options="fa3")
 
 
 def test_the_cache_directory_is_the_environments_else_the_users(decoder, tmp_path):

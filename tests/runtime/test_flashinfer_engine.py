@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attention import selection
+from attention import FlashInferOptions, selection
 from runtime import LLM, SamplingParams
 from tests.attention.flashinfer_double import make_backend_class, make_double
 
@@ -83,3 +83,13 @@ def test_limits_of_the_engine_size_the_workspace(checkpoint, caplog):
         run(checkpoint("llama"), prompts=[[5, 6, 7]], max_num_seqs=7)
     assert "7 sequences (the limits of a step)" in caplog.text
     assert "a larger step" not in caplog.text
+
+
+@pytest.mark.usefixtures("on_double")
+def test_prompts_with_nothing_cached_may_skip_the_pages(checkpoint):
+    path = checkpoint("llama")
+    options = FlashInferOptions(ragged_prompts=True)
+    expected, _ = run(path, attention_backend="torch")
+    assert run(path, attention_backend="flashinfer", flashinfer_options=options)[0] == expected
+    with pytest.raises(ValueError, match="'torch' doesn't take FlashInferOptions"):
+        run(path, attention_backend="torch", flashinfer_options=options)

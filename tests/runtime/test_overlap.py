@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+import subprocess
+import sys
+import textwrap
 import threading
 import weakref
 from contextlib import contextmanager
@@ -342,6 +345,28 @@ def test_closing_with_a_step_in_flight_ends_its_thread(checkpoint):
     assert not thread.is_alive()
 
 
+def test_a_process_ends_quietly_with_steps_in_flight(checkpoint):
+    code = f"""
+        import asyncio
+        from runtime import AsyncLLM, LLM, SamplingParams
+        options = {{"model": {str(checkpoint("llama"))!r}, "overlap_scheduling": True}}
+        params = SamplingParams(max_tokens=900, ignore_eos=True)
+        llm = LLM(max_model_len=64, **options)
+        llm.engine.add_request([7], params)
+        llm.engine.step()
+        engine = AsyncLLM(max_model_len=1024, **options)
+        async def main():
+            async for output in engine.generate("abc", params):
+                break
+            engine.generate("abc", params)
+        asyncio.run(main())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 # Synchronisation
 
 READS = {
@@ -382,6 +407,7 @@ def as_on_an_accelerator(llm, monkeypatch, counter):
         return wait(copy)
 
     llm.engine._runner._tasks = InlineQueue()
+    llm.engine._runner._sampler._library = None
     monkeypatch.setattr(token_sampler_module, "_start_copy", start_copy)
     monkeypatch.setattr(token_sampler_module.OutputCopy, "wait", wait_noted)
     monkeypatch.setattr(sampler_module, "_row_max", lambda logits: tuple(logits.max(dim=-1)))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
+
 import pytest
 
 from attention.native_build import NativeBuildError, find_compiler
-from runtime import LLM, SamplingParams
+from runtime import LLM, ConfigError, SamplingParams
 
 SIZES = {"max_model_len": 64, "max_num_seqs": 4}
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
@@ -16,11 +18,15 @@ except NativeBuildError as error:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "messages"),
+    ("options", "messages"),
     [
-        ("bfloat16", {"weights packed: yes", "native regions: yes"}),
+        ({"dtype": "bfloat16"}, {"weights packed: yes, in bfloat16", "native regions: yes"}),
         (
-            "float32",
+            {"dtype": "bfloat16", "quantization": "int8"},
+            {"weights packed: yes, in int8", "native regions: yes"},
+        ),
+        (
+            {"dtype": "float32"},
             {
                 "weights packed: no, dtype torch.float32 is not bfloat16",
                 "native regions: no, dtype torch.float32 is not bfloat16",
@@ -28,9 +34,9 @@ except NativeBuildError as error:
         ),
     ],
 )
-def test_the_choice_is_logged_with_its_reason(checkpoint, caplog, dtype, messages):
+def test_the_choice_is_logged_with_its_reason(checkpoint, caplog, options, messages):
     caplog.set_level("INFO", logger="stepgraph.runtime")
-    with LLM(checkpoint("llama"), dtype=dtype, **SIZES):
+    with LLM(checkpoint("llama"), **options, **SIZES):
         assert messages <= set(caplog.messages)
     assert not [r for r in caplog.records if r.levelname == "WARNING"]
 
@@ -49,3 +55,36 @@ def test_without_a_compiler_steps_run_with_plain_weights_after_one_warning(
     (warning,) = [text for text in warnings if "weights" in text]
     assert "can't be packed for this CPU: the C++ compiler that CXX names" in warning
     assert output.outputs[0].token_ids[0] == expected.outputs[0].token_ids[0]
+    with pytest.raises(ConfigError, match=r"quantization='int8' can't be done: the C\+\+ compiler"):
+        LLM(checkpoint("llama"), dtype="bfloat16", quantization="int8", **SIZES)
+
+
+@pytest.mark.parametrize("compile_layers", [False, True])
+def test_int8_weights_give_nearly_the_logprobs_of_bfloat16(checkpoint, compile_layers):
+    prompts = [[(7 * i + j) % 250 for j in range(n)] for i, n in enumerate((3, 20, 41))]
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
+
+    def logprobs(**options):
+        with LLM(checkpoint("llama"), dtype="bfloat16", **SIZES, **options) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        return [
+            next(iter(entry.values())).logprob for o in outputs for entry in o.prompt_logprobs[1:]
+        ]
+
+    plain = logprobs()
+    int8 = logprobs(quantization="int8", compile=compile_layers)
+    assert int8 != plain
+    # Random weights give logits that differ by several between tokens.
+    assert statistics.fmean(abs(a - b) for a, b in zip(int8, plain, strict=True)) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"dtype": "float32"}, "is for bfloat16 on a CPU, not for torch.float32 on cpu"),
+        ({"quantization": "int7"}, "quantization='int7' is not one of None, int8"),
+    ],
+)
+def test_what_can_not_be_quantized_is_refused(checkpoint, options, text):
+    with pytest.raises(ConfigError, match=text):
+        LLM(checkpoint("llama"), **{"quantization": "int8", **options}, **SIZES)

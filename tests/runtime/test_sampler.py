@@ -1,7 +1,8 @@
 """The sampler: its distribution, its independence of the batch, and rows of bad logits.
 
 The batched way of drawing, which accelerators use, runs on a CPU as well; tests of what is drawn
-run once with it and once with the row-by-row way of CPUs.
+run with it, with the row-by-row way of CPUs, and with the native library for each level of vector
+instructions.
 """
 
 from __future__ import annotations
@@ -22,11 +23,20 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from attention.native_build import NativeBuildError, find_compiler, usable_levels
 from runtime import sampler
-from runtime.sampler import SampledTokens, SamplingBatch, sample, stateless_uniforms
+from runtime.native_sampler import sampler_library
+from runtime.sampler import SampledTokens, SamplingBatch, stateless_uniforms
 
 Options = dict[str, Any]
-BOTH_WAYS = pytest.mark.parametrize("way", ["row_by_row", "batched"], indirect=True)
+_NATIVE = []  # names of levels; none without a compiler
+try:
+    find_compiler()
+    _NATIVE = ["native " + level for level in usable_levels()]
+except NativeBuildError:
+    pass
+ALL_WAYS = pytest.mark.parametrize("way", ["row_by_row", "batched", *_NATIVE], indirect=True)
+_library: str | None = None  # the way's
 
 MIXED_OPTIONS: list[Options] = [
     {"temperature": 0.0},
@@ -50,6 +60,12 @@ MIXED_OPTIONS: list[Options] = [
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "batched":
         monkeypatch.setattr(sampler, "_draw_on_host", sampler._draw_batched)
+    elif request.param.startswith("native"):
+        monkeypatch.setitem(globals(), "_library", sampler_library(level=request.param.split()[1]))
+
+
+def sample(logits: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
+    return sampler.sample(logits, batch, _library)
 
 
 def make_batch(
@@ -117,7 +133,7 @@ def chi_squared_is_plausible(counts: np.ndarray, probabilities: np.ndarray) -> b
 # -- the distribution ------------------------------------------------------------------------------
 
 
-@BOTH_WAYS
+@ALL_WAYS
 @pytest.mark.parametrize("options", [row for row in MIXED_OPTIONS if row["temperature"]], ids=str)
 def test_each_token_gets_the_share_of_uniforms_that_transformers_gives_it(
     way: None, options: Options
@@ -179,7 +195,22 @@ def test_the_row_by_row_way_draws_what_the_batched_way_draws(
     assert row_by_row == draw(logits, options)
 
 
-@BOTH_WAYS
+@pytest.mark.parametrize("way", _NATIVE, indirect=True)
+@pytest.mark.parametrize("vocab", [1, 15, 127, 1000, 49152])
+def test_the_native_way_draws_what_the_batched_way_draws(way: None, vocab: int) -> None:
+    logits = random_logits(64, vocab)
+    logits[::3, ::5] = -math.inf
+    batch = make_batch([{"temperature": 0.2 * (i % 11)} for i in range(64)])
+    batched, native = sampler.sample(logits, batch), sample(logits, batch)
+    assert torch.equal(native.is_valid, batched.is_valid)
+    ends = (logits / batch.temperature[:, None]).double().softmax(dim=-1).cumsum(dim=-1)
+    for row in (native.token_ids != batched.token_ids).nonzero()[:, 0].tolist():
+        # The uniform is at the border of the two tokens, up to the roundings of a sum.
+        lower = min(int(native.token_ids[row]), int(batched.token_ids[row]))
+        assert float(ends[row, lower]) == pytest.approx(float(batch.uniforms[row]), abs=1e-6)
+
+
+@ALL_WAYS
 def test_frequencies_of_seeded_draws_follow_the_filtered_distribution(way: None) -> None:
     num_draws, vocab = 6000, 200
     logits = random_logits(1, vocab, seed=3, scale=1.0)
@@ -192,7 +223,7 @@ def test_frequencies_of_seeded_draws_follow_the_filtered_distribution(way: None)
     assert chi_squared_is_plausible(counts, expected_probabilities(logits[0], options).numpy())
 
 
-@BOTH_WAYS
+@ALL_WAYS
 @pytest.mark.parametrize("vocab", [7, 128, 300])
 @pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"top_p": 0.9999}, {"min_p": 1e-30}])
 def test_the_extreme_uniforms_never_draw_a_token_of_no_probability(
@@ -208,7 +239,7 @@ def test_the_extreme_uniforms_never_draw_a_token_of_no_probability(
     assert lowest == [1] * 50
 
 
-@BOTH_WAYS
+@ALL_WAYS
 @pytest.mark.parametrize("options", [{}, {"top_k": 100}, {"top_p": 0.99}, {"min_p": 0.5}])
 def test_uniform_0_draws_the_first_possible_token_however_far_it_is(
     way: None, options: Options
@@ -218,7 +249,7 @@ def test_uniform_0_draws_the_first_possible_token_however_far_it_is(
     assert draw(logits, [options], uniforms=[0.0]) == [300]
 
 
-@BOTH_WAYS
+@ALL_WAYS
 @pytest.mark.parametrize("options", [{}, {"top_k": 2}, {"min_p": 0.5}])
 def test_a_token_owns_the_lower_end_of_its_interval_and_not_the_upper(
     way: None, options: Options
@@ -232,7 +263,7 @@ def test_a_token_owns_the_lower_end_of_its_interval_and_not_the_upper(
 # -- greedy rows, temperatures, ties ---------------------------------------------------------------
 
 
-@BOTH_WAYS
+@ALL_WAYS
 def test_temperature_zero_is_the_exact_argmax_whatever_the_neighbours_and_filters(
     way: None,
 ) -> None:
@@ -245,7 +276,7 @@ def test_temperature_zero_is_the_exact_argmax_whatever_the_neighbours_and_filter
         assert mixed[::2] == best[::2]
 
 
-@BOTH_WAYS
+@ALL_WAYS
 def test_a_greedy_row_of_half_minus_infinity_beside_a_top_p_row(way: None) -> None:
     logits = random_logits(2, 100, seed=7)
     logits[0, ::2] = -torch.inf
@@ -258,7 +289,7 @@ def test_a_greedy_row_of_half_minus_infinity_beside_a_top_p_row(way: None) -> No
         assert allowed[ids[1]]
 
 
-@BOTH_WAYS
+@ALL_WAYS
 @pytest.mark.parametrize("temperature", [1e-40, 1e-7, 1e-3])
 @pytest.mark.parametrize("scale", [1.0, 1e30])
 def test_a_tiny_temperature_draws_the_likeliest_token(
@@ -272,7 +303,7 @@ def test_a_tiny_temperature_draws_the_likeliest_token(
         assert draw(logits, [{**options, **filters}] * 20) == [9] * 20
 
 
-@BOTH_WAYS
+@ALL_WAYS
 @pytest.mark.parametrize("temperature", [1e3, 3.4e38])
 def test_a_huge_temperature_draws_evenly_from_the_finite_tokens(
     way: None, temperature: float
@@ -288,7 +319,7 @@ def test_a_huge_temperature_draws_evenly_from_the_finite_tokens(
     np.testing.assert_allclose(counts[logits[0].isfinite().numpy()], num_points / 48, atol=1.01)
 
 
-@BOTH_WAYS
+@ALL_WAYS
 def test_ties_go_to_the_lowest_id_in_greedy_rows_and_at_the_edge_of_top_p(way: None) -> None:
     logits = torch.zeros(1, 10)
     logits[0, 0] = -1.0
@@ -309,7 +340,7 @@ def test_ties_go_to_the_lowest_id_in_greedy_rows_and_at_the_edge_of_top_p(way: N
 # -- independence of the batch ---------------------------------------------------------------------
 
 
-@BOTH_WAYS
+@ALL_WAYS
 @pytest.mark.parametrize("vocab", [97, 1000, 1024])
 def test_a_row_draws_the_same_alone_among_others_and_shuffled(way: None, vocab: int) -> None:
     options = MIXED_OPTIONS * 4
@@ -349,7 +380,7 @@ def test_the_weights_of_a_row_are_bit_for_bit_those_of_the_row_alone() -> None:
         )
 
 
-@BOTH_WAYS
+@ALL_WAYS
 def test_flags_set_without_need_change_no_token(way: None) -> None:
     logits = random_logits(8, 300, seed=12)
     plain = make_batch([{"temperature": t} for t in (0.0, 1.0) * 4])
@@ -367,7 +398,7 @@ def test_flags_set_without_need_change_no_token(way: None) -> None:
 # -- bad logits, edges -----------------------------------------------------------------------
 
 
-@BOTH_WAYS
+@ALL_WAYS
 @pytest.mark.parametrize("options", MIXED_OPTIONS, ids=str)
 def test_rows_of_bad_logits_are_marked_and_leave_the_others_alone(
     way: None, options: Options
@@ -385,7 +416,7 @@ def test_rows_of_bad_logits_are_marked_and_leave_the_others_alone(
     assert [sampled.token_ids[i] for i in (0, 2, 5, 7)] == [good[i] for i in (0, 2, 5, 7)]
 
 
-@BOTH_WAYS
+@ALL_WAYS
 def test_a_batch_of_only_bad_logits_gives_token_0_everywhere(way: None) -> None:
     logits = torch.full((3, 50), torch.nan)
     sampled = sample(logits, make_batch([{}, {"top_p": 0.5}, {"temperature": 0.0}]))
@@ -393,7 +424,7 @@ def test_a_batch_of_only_bad_logits_gives_token_0_everywhere(way: None) -> None:
     assert sampled.token_ids.tolist() == [0, 0, 0]
 
 
-@BOTH_WAYS
+@ALL_WAYS
 def test_the_callers_logits_are_not_changed(way: None) -> None:
     logits = random_logits(len(MIXED_OPTIONS), 300, seed=14)
     before = logits.clone()
@@ -401,7 +432,7 @@ def test_the_callers_logits_are_not_changed(way: None) -> None:
     assert torch.equal(logits, before)
 
 
-@BOTH_WAYS
+@ALL_WAYS
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 1.0, "top_p": 0.5}])
 def test_no_rows_give_no_tokens(way: None, options: Options) -> None:
     batch = make_batch([options])

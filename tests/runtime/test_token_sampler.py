@@ -26,6 +26,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from attention.native_build import NativeBuildError
+from runtime import token_sampler
 from runtime.input_batch import InputBatch, pack
 from runtime.logits_batch import apply_rules
 from runtime.logits_rules import make_logits_rules
@@ -333,7 +335,7 @@ def operators_of_draw(params: list[SamplingParams]) -> tuple[list[str], list[str
     with torch.inference_mode(), Operators() as whole:
         rows.sampler.draw(lambda hidden: logits, logits, batch)
     with torch.inference_mode(), Operators() as bare:
-        sample(logits, batch.sampling)
+        sample(logits, batch.sampling, rows.sampler._library)
     assert rows.sampler._counts is None or any(p.repetition_penalty != 1 for p in params)
     return whole.names, bare.names
 
@@ -357,10 +359,33 @@ def test_rules_run_as_many_operators_for_many_rows_as_for_two() -> None:
     assert len(many) > len(bare)
 
 
+def _no_library(**options: Any) -> str:
+    raise NativeBuildError("there is no compiler")
+
+
+def test_without_a_compiler_the_same_is_drawn_by_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    params = [SamplingParams(temperature=i % 3, seed=i) for i in range(6)]
+
+    def drawn() -> list[list[int]]:
+        rows = Rows(params, [[1, 2]] * 6, [[3]] * 6)
+        for step in range(5):
+            rows.step(random_logits(6, seed=step))
+        return rows.outputs
+
+    expected = drawn()
+    caplog.set_level("INFO", logger="stepgraph.runtime")
+    monkeypatch.setattr(token_sampler, "sampler_library", _no_library)
+    assert drawn() == expected
+    assert "drawn by torch's operators: there is no compiler" in caplog.text
+
+
 def test_the_vocabulary_is_sorted_for_top_p_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     from runtime import sampler
 
     monkeypatch.setattr(sampler, "_draw_on_host", sampler._draw_batched)
+    monkeypatch.setattr(token_sampler, "sampler_library", _no_library)
 
     def names(**options: Any) -> set[str]:
         whole, _ = operators_of_draw([SamplingParams(seed=1, **options)] * 3)

@@ -16,7 +16,8 @@ struct Product {
 
     // The value of a vector of outputs, not yet rounded.
     Floats value(const float* sums, int64_t output, int lanes) const {
-        const Floats sum = load<Floats>(sums);
+        Floats sum = load<Floats>(sums);
+        if (weight.scales) sum *= load<Floats>(weight.scales + output);
         return bias ? sum + load_bfloats(bias + output, lanes) : sum;
     }
 };
@@ -45,8 +46,9 @@ void add_product(Phases& phases, const Product& product, const Use& use) {
 // Everything is 64 bits wide, since the caller writes it as one array of integers.
 struct LinearCall {
     int64_t num_threads, num_rows, inputs, outputs, x_stride;
-    const uint16_t* x;       // [num_rows, inputs], inputs even
+    const uint16_t* x;       // [num_rows, inputs], inputs even, with scales a multiple of 4
     const uint32_t* weight;  // packed
+    const float* scales;     // of a weight in int8; null: it is in bfloat16
     const uint16_t* bias;
     uint16_t* out;  // [num_rows, outputs], contiguous
 };
@@ -54,7 +56,7 @@ struct LinearCall {
 inline void run_linear(const LinearCall& call) {
     Phases phases;
     const Product product{
-        {call.x, call.x_stride}, {call.weight, call.inputs / 2, call.outputs}, call.bias,
+        {call.x, call.x_stride}, {call.weight, call.scales, call.inputs / 2, call.outputs}, call.bias,
         call.num_rows, static_cast<int>(call.num_threads)};
     uint16_t* out = call.out;
     const int64_t stride = call.outputs;

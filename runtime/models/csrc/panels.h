@@ -4,6 +4,10 @@
 // array [pairs of inputs, kPanel] of 32-bit words, and word (k, o) holds the weights of inputs
 // 2k (low half) and 2k + 1 of output o. So a panel is read from front to back, a word fills one
 // lane of a dot product of pairs, and matrix tiles of Intel's AMX can be loaded from it as well.
+//
+// A weight in int8 has panels [quads of inputs, kPanel], a word holding the bytes of inputs 4k to
+// 4k + 3, and a factor for each output. Its words are made pairs of bfloat16, which hold any
+// byte exactly, on their way into the registers or, where many rows share them, in a buffer.
 #pragma once
 
 #include <algorithm>
@@ -19,11 +23,13 @@ constexpr int kSumsStride = kMaxPanels * kPanel;
 
 struct Weight {
     const uint32_t* words;
-    int64_t pairs;    // of inputs
-    int64_t outputs;  // the last panel's further ones are zero
+    const float* scales;  // [whole panels of outputs]; null: the words are bfloat16
+    int64_t pairs;        // of inputs; even with scales
+    int64_t outputs;      // the last panel's further ones are zero
 
     int64_t num_panels() const { return (outputs + kPanel - 1) / kPanel; }
-    const uint32_t* panel(int64_t index) const { return words + index * pairs * kPanel; }
+    int64_t panel_words() const { return (scales ? pairs / 2 : pairs) * kPanel; }
+    const uint32_t* panel(int64_t index) const { return words + index * panel_words(); }
 };
 
 struct Rows {
@@ -31,6 +37,7 @@ struct Rows {
     int64_t stride;        // in elements
 
     Rows from(int64_t row) const { return {data + row * stride, stride}; }
+    Rows from_pair(int64_t k) const { return {data + 2 * k, stride}; }
     uint32_t pair(int64_t row, int64_t k) const {
         return load<uint32_t>(data + row * stride + 2 * k);
     }
@@ -49,6 +56,33 @@ struct PairProduct {
 #endif
 };
 
+// Where a tile's pairs come from: words as they are...
+struct BfloatPanel {
+    static constexpr int kPairsPerWord = 1;
+    static Words pairs(const uint32_t* words, int) { return load<Words>(words); }
+};
+
+// ...or bytes, made 2 ** 24 times what they are, since that is what the top byte of a word is worth.
+struct BytePanel {
+    static constexpr int kPairsPerWord = 2;
+    static Words pairs(const uint32_t* words, int half) {
+        const Words quads = load<Words>(words);
+        const Words low = half ? quads << 8 & 0xff000000 : quads << 24;
+        const Words high = half ? quads & 0xff000000 : quads << 16 & 0xff000000;
+        // The lower half of each float is zero.
+        return bits<Words>(to_floats(high)) | bits<Words>(to_floats(low)) >> 16;
+    }
+    static Floats to_floats(Words value) {
+        return __builtin_convertvector(bits<Ints>(value), Floats);
+    }
+};
+
+// Part of the panels that a tile multiplies with: they lie `stride` words apart.
+struct Panels {
+    const uint32_t* words;
+    int64_t stride, pairs;
+};
+
 // Most rows of a tile, by its panels. With dot products of pairs the sums fill the registers.
 // Without, weights have to be taken apart, which pays when more rows share it, even if sums spill.
 #if defined(__AVX512F__)
@@ -62,27 +96,37 @@ template <int panels>
 constexpr int kTileRows = panels == 1 ? 4 : 1;
 #endif
 
-// sums [R, P * kPanel], row stride kSumsStride, of the first R rows and P panels. Each is summed
-// from the first pair to the last, so it is the same whatever rows and panels share the tile.
-template <int R, int P>
-inline void multiply_tile(const Rows& x, const Weight& weight, int64_t panel, float* sums) {
+// sums [R, P * kPanel], row stride kSumsStride, of the first R rows and P panels; with `more`
+// added to what is there. Each is summed from the first pair to the last, so it is the same
+// whatever rows and panels share the tile, and however the pairs are divided between calls.
+template <class Source, int R, int P>
+inline void multiply_tile(const Rows& x, const Panels& panels, bool more, float* sums) {
     constexpr int vectors = P * kPanelVectors;
     Floats sum[R][vectors] = {};
-    const uint32_t* words = weight.panel(panel);
-    const int64_t panel_stride = weight.pairs * kPanel;
-    for (int64_t k = 0; k < weight.pairs; ++k, words += kPanel) {
-        Words factors[vectors];
-#pragma GCC unroll 16
-        for (int v = 0; v < vectors; ++v) {
-            factors[v] = load<Words>(
-                words + v / kPanelVectors * panel_stride + v % kPanelVectors * kLanes);
-        }
-#pragma GCC unroll 16
+    if (more) {
         for (int r = 0; r < R; ++r) {
-            const Words pair = Words{} + x.pair(r, k);
+            for (int v = 0; v < vectors; ++v) {
+                sum[r][v] = load<Floats>(sums + r * kSumsStride + v * kLanes);
+            }
+        }
+    }
+    const uint32_t* words = panels.words;
+    for (int64_t k = 0; k < panels.pairs; words += kPanel) {
+#pragma GCC unroll 2
+        for (int half = 0; half < Source::kPairsPerWord; ++half, ++k) {
+            Words factors[vectors];
 #pragma GCC unroll 16
             for (int v = 0; v < vectors; ++v) {
-                sum[r][v] = PairProduct::add(pair, factors[v], sum[r][v]);
+                const int64_t place = v / kPanelVectors * panels.stride;
+                factors[v] = Source::pairs(words + place + v % kPanelVectors * kLanes, half);
+            }
+#pragma GCC unroll 16
+            for (int r = 0; r < R; ++r) {
+                const Words pair = Words{} + x.pair(r, k);
+#pragma GCC unroll 16
+                for (int v = 0; v < vectors; ++v) {
+                    sum[r][v] = PairProduct::add(pair, factors[v], sum[r][v]);
+                }
             }
         }
     }
@@ -93,22 +137,34 @@ inline void multiply_tile(const Rows& x, const Weight& weight, int64_t panel, fl
     }
 }
 
-template <int P, int R = kTileRows<P>>
+template <class Source, int P, int R = kTileRows<P>>
 inline void multiply_rows(
-    int num_rows, const Rows& x, const Weight& weight, int64_t panel, float* sums) {
-    if (num_rows == R) return multiply_tile<R, P>(x, weight, panel, sums);
-    if constexpr (R > 1) multiply_rows<P, R - 1>(num_rows, x, weight, panel, sums);
+    int num_rows, const Rows& x, const Panels& panels, bool more, float* sums) {
+    if (num_rows == R) return multiply_tile<Source, R, P>(x, panels, more, sums);
+    if constexpr (R > 1) multiply_rows<Source, P, R - 1>(num_rows, x, panels, more, sums);
 }
 
-template <int P>
+template <class Source, int P>
 inline void multiply_tiles(
-    int num_rows, const Rows& x, const Weight& weight, int64_t panel, float* sums) {
+    int num_rows, const Rows& x, const Panels& panels, bool more, float* sums) {
     // Tiles of similar heights, rather than full ones and a small rest.
     int num_tiles = (num_rows + kTileRows<P> - 1) / kTileRows<P>;
     for (int row = 0; num_tiles > 0; --num_tiles) {
         const int rows = (num_rows - row + num_tiles - 1) / num_tiles;
-        multiply_rows<P>(rows, x.from(row), weight, panel, sums + row * kSumsStride);
+        multiply_rows<Source, P>(rows, x.from(row), panels, more, sums + row * kSumsStride);
         row += rows;
+    }
+}
+
+template <class Source>
+inline void multiply_panels(
+    int num_rows, int num_panels, const Rows& x, const Panels& panels, bool more, float* sums) {
+    if (num_panels == 2 && kTileRows<2> > 1) {
+        return multiply_tiles<Source, 2>(num_rows, x, panels, more, sums);
+    }
+    for (int p = 0; p < num_panels; ++p) {
+        const Panels one{panels.words + p * panels.stride, panels.stride, panels.pairs};
+        multiply_tiles<Source, 1>(num_rows, x, one, more, sums + p * kPanel);
     }
 }
 
@@ -173,19 +229,49 @@ struct Block {
     // A block's product with the weight's panels from so many after first_panel on.
     void multiply(const Rows& x, const Weight& weight, int64_t panels_on, Sums& sums) const {
         const Rows rows = x.from(first_row);
-        const int64_t panel = first_panel + panels_on;
-        if (matrix_kernel.multiply && num_rows == kMatrixRows) {
-            for (int p = 0; p < num_panels; ++p) {
-                matrix_kernel.multiply(
-                    kMatrixRows, kPanel, 2 * weight.pairs, x.stride, kPanel, kSumsStride, false,
-                    rows.data, weight.panel(panel + p), sums.values + p * kPanel, true);
-            }
-        } else if (num_panels == 2 && kTileRows<2> > 1) {
-            multiply_tiles<2>(num_rows, rows, weight, panel, sums.values);
+        const Panels panels{
+            weight.panel(first_panel + panels_on), weight.panel_words(), weight.pairs};
+        if (!weight.scales) {
+            multiply_words(rows, panels, false, sums);
+        } else if (num_rows <= kByteTiles * kTileRows<1>) {
+            multiply_panels<BytePanel>(num_rows, num_panels, rows, panels, false, sums.values);
         } else {
+            multiply_bytes(rows, panels, sums);
+        }
+    }
+
+private:
+    static constexpr int64_t kExpandedPairs = 256;
+    static constexpr int kByteTiles = 2;  // up to which each making its own pairs is faster
+
+    void multiply_words(const Rows& rows, const Panels& panels, bool more, Sums& sums) const {
+        if (!matrix_kernel.multiply || num_rows != kMatrixRows) {
+            return multiply_panels<BfloatPanel>(
+                num_rows, num_panels, rows, panels, more, sums.values);
+        }
+        for (int p = 0; p < num_panels; ++p) {
+            matrix_kernel.multiply(
+                kMatrixRows, kPanel, 2 * panels.pairs, rows.stride, kPanel, kSumsStride, more,
+                rows.data, panels.words + p * panels.stride, sums.values + p * kPanel, true);
+        }
+    }
+
+    // Makes some pairs of the panels bfloat16 at a time, for all rows.
+    void multiply_bytes(const Rows& rows, const Panels& panels, Sums& sums) const {
+        alignas(64) uint32_t expanded[kMaxPanels * kExpandedPairs * kPanel];
+        for (int64_t first = 0; first < panels.pairs; first += kExpandedPairs) {
+            const int64_t pairs = std::min(kExpandedPairs, panels.pairs - first);
+            uint32_t* target = expanded;
             for (int p = 0; p < num_panels; ++p) {
-                multiply_tiles<1>(num_rows, rows, weight, panel + p, sums.values + p * kPanel);
+                const uint32_t* words = panels.words + p * panels.stride + first / 2 * kPanel;
+                for (int64_t k = 0; k < pairs; ++k, target += kPanel) {
+                    for (int v = 0; v < kPanel; v += kLanes) {
+                        store(target + v, BytePanel::pairs(words + k / 2 * kPanel + v, k % 2));
+                    }
+                }
             }
+            multiply_words(
+                rows.from_pair(first), {expanded, pairs * kPanel, pairs}, first > 0, sums);
         }
     }
 };

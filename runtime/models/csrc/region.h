@@ -9,7 +9,8 @@
 namespace stepgraph {
 
 // Everything is 64 bits wide, since the caller writes it as one array of integers. Tensors are
-// bfloat16, and contiguous except for attended's rows; weights are packed; a bias may be null.
+// bfloat16, and contiguous except for attended's rows; weights are packed, and in int8 if they
+// have scales; a bias may be null.
 struct RegionCall {
     int64_t num_threads, num_rows, hidden, inner;
     int64_t attended_width, attended_stride, qkv_width, head_dim, num_rotated_heads;
@@ -17,12 +18,16 @@ struct RegionCall {
     const uint16_t* attended;  // [num_rows, attended_width]; null: there is no layer to finish
     const uint16_t* residual;  // [num_rows, hidden]
     const uint32_t* o_weight;
+    const float* o_scales;
     const uint16_t *o_bias, *post_norm;
     const uint32_t* gate_up_weight;  // gate, then up
+    const float* gate_up_scales;
     const uint16_t* gate_up_bias;
     const uint32_t* down_weight;
+    const float* down_scales;
     const uint16_t *down_bias, *norm;
     const uint32_t* qkv_weight;          // null: the result is the normalized rows
+    const float* qkv_scales;
     const uint16_t *qkv_bias, *qk_norm;  // qk_norm: [num_rotated_heads, head_dim], or null
     const uint16_t *cos, *sin;           // [num_rows, head_dim]
     uint16_t* new_residual;  // [num_rows, hidden]; not written if there is no layer to finish
@@ -49,10 +54,10 @@ private:
     static constexpr int kRowsPerTask = 4;
 
     Product product(
-        const uint16_t* x, int64_t inputs, int64_t stride, const uint32_t* weight, int64_t outputs,
-        const uint16_t* bias) const {
+        const uint16_t* x, int64_t inputs, int64_t stride, const uint32_t* weight,
+        const float* scales, int64_t outputs, const uint16_t* bias) const {
         return {
-            {x, stride}, {weight, inputs / 2, outputs}, bias, call_.num_rows,
+            {x, stride}, {weight, scales, inputs / 2, outputs}, bias, call_.num_rows,
             static_cast<int>(call_.num_threads)};
     }
 
@@ -61,15 +66,16 @@ private:
         add_residual(
             product(
                 call.attended, call.attended_width, call.attended_stride, call.o_weight,
-                call.hidden, call.o_bias),
+                call.o_scales, call.hidden, call.o_bias),
             call.residual);
         add_norm(call.new_residual, call.post_norm, normed_);
         add_activation(product(
-            normed_, call.hidden, call.hidden, call.gate_up_weight, 2 * call.inner,
-            call.gate_up_bias));
+            normed_, call.hidden, call.hidden, call.gate_up_weight, call.gate_up_scales,
+            2 * call.inner, call.gate_up_bias));
         add_residual(
             product(
-                activated_, call.inner, call.inner, call.down_weight, call.hidden, call.down_bias),
+                activated_, call.inner, call.inner, call.down_weight, call.down_scales,
+                call.hidden, call.down_bias),
             call.new_residual);
     }
 
@@ -118,7 +124,9 @@ private:
         const int64_t stride = call_.qkv_width;
         add_product(
             phases_,
-            product(normed_, call_.hidden, call_.hidden, call_.qkv_weight, stride, call_.qkv_bias),
+            product(
+                normed_, call_.hidden, call_.hidden, call_.qkv_weight, call_.qkv_scales, stride,
+                call_.qkv_bias),
             [=](int64_t row, int64_t i, Floats value, int lanes) {
                 store_bfloats(out + row * stride + i, value, lanes);
             });

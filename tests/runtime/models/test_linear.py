@@ -48,17 +48,41 @@ def assert_right(actual, x, weight, bias):
     assert bool((error <= exact.abs() * 2**-8 + spread).all())
 
 
+def unpacked(packed, num_inputs):
+    """The weight [out, in] that a packed one stands for, in float64."""
+    rows = packed.panels.transpose(1, 2).flatten(2).flatten(0, 1).double()
+    if packed.scales is not None:
+        rows = rows * packed.scales.double()[:, None] * 2**24
+    return rows[: packed.num_outputs, :num_inputs]
+
+
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("level", RUNNABLE)
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 12, 13, 31, 32, 33, 100])
 @pytest.mark.parametrize(
     ("num_inputs", "num_outputs", "has_bias"),
-    [(64, 96, False), (63, 100, True), (576, 320, True), (1, 1, True), (2, 33, False)],
+    [(64, 96, False), (63, 100, True), (1162, 100, True), (1, 1, True), (2, 33, False)],
 )
-def test_products_are_right(level, num_rows, num_inputs, num_outputs, has_bias):
+def test_products_are_right(int8, level, num_rows, num_inputs, num_outputs, has_bias):
     x, weight, bias = random_case(num_rows, num_inputs, num_outputs, has_bias)
-    actual = linear(x, pack(weight, level=level), bias)
+    packed = pack(weight, int8=int8, level=level)
+    weight = unpacked(packed, num_inputs)
+    actual = linear(x, packed, bias)
     assert actual.shape == (num_rows, num_outputs)
     assert_right(actual, x, weight, bias)
+
+
+def test_int8_is_the_nearest_of_127_steps_to_either_side():
+    weight = torch.randn(40, 50).bfloat16()
+    weight[3] = 0
+    weight[5, 7] = -9.0
+    packed = pack(weight, int8=True)
+    steps = weight.double().abs().amax(dim=1) / 127
+    assert packed.panels.abs().amax() == 127
+    error = (unpacked(packed, 50) - weight.double()).abs()
+    assert bool((error <= 0.5001 * steps[:, None]).all())
+    assert unpacked(packed, 50)[5, 7] == pytest.approx(-9.0)
+    assert packed_bytes(weight, int8=True) == packed.panels.numel() + 4 * packed.scales.numel()
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
@@ -74,10 +98,11 @@ def test_products_are_the_same_for_any_number_of_threads(num_threads):
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("level", [level for level in RUNNABLE if level != "amx"])
-def test_a_row_gives_the_same_alone_and_among_any_others(level):
-    x, weight, bias = random_case(130, 576, 160, True)
-    packed = pack(weight, level=level)
+def test_a_row_gives_the_same_alone_and_among_any_others(level, int8):
+    x, weight, bias = random_case(130, 1164, 160, True)
+    packed = pack(weight, int8=int8, level=level)
     batch = linear(x, packed, bias)
     for first, last in ((0, 1), (5, 7), (17, 30), (60, 100), (129, 130)):
         assert torch.equal(linear(x[first:last], packed, bias), batch[first:last])
@@ -96,13 +121,14 @@ def test_strided_rows_are_read_right(view):
     assert_right(linear(strided, pack(weight)), strided, weight, None)
 
 
-def test_packing_takes_views_and_given_memory():
-    _, weight, _ = random_case(1, 50, 70, False)
-    memory = torch.full((packed_bytes(weight),), 255, dtype=torch.uint8)
-    packed = pack(weight.T.contiguous().T, memory=memory)
+@pytest.mark.parametrize("int8", [False, True])
+def test_packing_takes_views_and_given_memory(int8):
+    _, weight, _ = random_case(1, 50, 4300, False)
+    memory = torch.full((packed_bytes(weight, int8=int8),), 255, dtype=torch.uint8)
+    packed = pack(weight.T.contiguous().T, int8=int8, memory=memory)
     assert packed.panels.data_ptr() == memory.data_ptr()
     x = torch.randn(3, 50).bfloat16()
-    assert torch.equal(linear(x, packed), linear(x, pack(weight)))
+    assert torch.equal(linear(x, packed), linear(x, pack(weight, int8=int8)))
 
 
 def test_each_weight_lies_where_the_layout_says():
@@ -115,13 +141,14 @@ def test_each_weight_lies_where_the_layout_says():
     assert not panels[1, :, 8:].any()
 
 
-def test_a_weight_rewritten_in_place_is_the_new_one():
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_weight_rewritten_in_place_is_the_new_one(int8):
     x, weight, _ = random_case(2, 64, 96, False)
-    memory = torch.empty(packed_bytes(weight), dtype=torch.uint8)
-    packed = pack(torch.zeros_like(weight), memory=memory)
+    memory = torch.empty(packed_bytes(weight, int8=int8), dtype=torch.uint8)
+    packed = pack(torch.zeros_like(weight), int8=int8, memory=memory)
     assert not linear(x, packed).any()
-    pack(weight, memory=memory)
-    assert_right(linear(x, packed), x, weight, None)
+    pack(weight, int8=int8, memory=memory)
+    assert_right(linear(x, packed), x, unpacked(packed, 64), None)
 
 
 def test_no_rows_give_no_rows():
@@ -154,11 +181,12 @@ def test_without_a_compiler_the_reason_is_given(tmp_path, monkeypatch):
     assert reason == "the C++ compiler that CXX names, 'no-such-compiler', was not found"
 
 
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_the_operator_keeps_its_contract(has_bias):
+def test_the_operator_keeps_its_contract(has_bias, int8):
     x, weight, bias = random_case(5, 64, 100, has_bias)
-    packed = pack(weight)
-    torch.library.opcheck(OPERATOR, (x, packed.panels, bias, 100, packed.library))
+    packed = pack(weight, int8=int8)
+    torch.library.opcheck(OPERATOR, (x, packed.panels, packed.scales, bias, *packed[2:]))
 
 
 def test_it_is_one_call_of_compiled_code_for_any_number_of_rows():

@@ -66,9 +66,9 @@ def make_decoder(shape="llama", ternary=False, **options):
     return decoder
 
 
-def packed_regions(level=None, **options):
+def packed_regions(level=None, int8=False, **options):
     decoder = make_decoder(**options)
-    pack_decoder(decoder, level=level)
+    pack_decoder(decoder, int8=int8, level=level)
     assert region_refusal(decoder) is None
     return decoder, native_regions(decoder)
 
@@ -124,10 +124,23 @@ def test_every_operator_rounds_where_the_plain_one_does(shape, level):
         torch.testing.assert_close(actual, right, rtol=2**-6, atol=2**-5)
 
 
+@pytest.mark.parametrize("num_rows", [1, 20, 40])
+@pytest.mark.parametrize("shape", ["biases everywhere", "qwen3", "larger"])
+@torch.inference_mode()
+def test_int8_weights_give_what_they_give_operator_by_operator(shape, num_rows):
+    decoder, regions = packed_regions(int8=True, shape=shape)
+    inputs = step(decoder, num_rows)
+    expected = between(decoder, PLAIN_REGIONS, inputs)
+    for right, actual in zip(expected, between(decoder, regions, inputs), strict=True):
+        assert (actual == right).double().mean() > 0.9
+        torch.testing.assert_close(actual, right, rtol=2**-6, atol=2**-5)
+
+
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("level", OWN_LEVELS)
 @torch.inference_mode()
-def test_a_row_gives_the_same_alone_and_among_any_others(level):
-    decoder, regions = packed_regions(level=level, shape="larger")
+def test_a_row_gives_the_same_alone_and_among_any_others(level, int8):
+    decoder, regions = packed_regions(level=level, int8=int8, shape="larger")
     attended, residual, rotary = step(decoder, 70)
     batch = between(decoder, regions, (attended, residual, rotary))
     for first, last in ((0, 1), (3, 8), (20, 40), (69, 70)):
@@ -219,8 +232,17 @@ def test_what_can_not_be_native_is_refused_with_the_reason():
     assert region_refusal(make_decoder()) == "the weights are not packed"
     for options, text in (
         ({"intermediate_size": 72}, "intermediate_size 72 is not a multiple of 32"),
-        ({"hidden_size": 65, "num_attention_heads": 5}, "hidden_size 65 is odd"),
+        (
+            {"hidden_size": 65, "num_attention_heads": 5},
+            "hidden_size 65 is not a multiple of 2",
+        ),
     ):
         decoder = make_decoder(**options, num_key_value_heads=1, head_dim=16)
         pack_decoder(decoder)
         assert region_refusal(decoder) == text
+    decoder = make_decoder(num_attention_heads=1, num_key_value_heads=1, head_dim=6)
+    pack_decoder(decoder)
+    assert region_refusal(decoder) is None
+    decoder = make_decoder(num_attention_heads=1, num_key_value_heads=1, head_dim=6)
+    pack_decoder(decoder, int8=True)
+    assert region_refusal(decoder) == "num_heads * head_dim 6 is not a multiple of 4"

@@ -83,6 +83,17 @@ def test_the_row_of_who_has_ended_runs_on_unseen_and_is_not_given_away_meanwhile
     assert len(bench.output(waiting)) == 8
 
 
+def test_a_row_that_is_left_with_two_steps_in_flight_waits_for_both(make_bench):
+    bench, (sequence,) = decoding(make_bench, 5, max_num_seqs=1)
+    bench.launch()
+    bench.launch()
+    bench.scheduler.abort(sequence)
+    for num_free in (0, 1):
+        assert bench.scheduler._table.num_free_rows == 0
+        assert bench.finish().sequences == []
+        assert bench.scheduler._table.num_free_rows == num_free
+
+
 def test_blocks_are_short_so_the_step_in_flight_comes_in_before_anyone_is_preempted(make_bench):
     bench, _ = decoding(make_bench, 7, 7, block_size=4, num_blocks=4)
     bench.launch()  # both blocks of both are full

@@ -215,7 +215,7 @@ def test_random_traffic_with_steps_in_flight_keeps_every_slot_and_every_token_ri
 ):
     machine = overlapped_traffic(make_bench, content_hash)
     run(machine, max_examples=MAX_EXAMPLES // 2)
-    assert machine.num_placeholders > 1_000
+    assert machine.num_placeholders > 500
 
 
 def run(machine: type[RuleBasedStateMachine], *, max_examples: int = MAX_EXAMPLES) -> None:

@@ -16,8 +16,8 @@ from attention.metadata import MAX_BLOCK_SIZE
 from graphs import GraphMode, compiler_refusal
 from graphs.capture_sizes import CaptureLadders
 
+from . import config_checks as checks
 from . import model_source
-from .config_checks import capture_sizes, itl_target_ms, one_of, positive, share, texts, whole
 from .environment import read_environment
 from .errors import ConfigError
 from .resolved_config import LoadFormat, Quantization, ResolvedConfig
@@ -100,6 +100,9 @@ class EngineConfig:
     itl_target_ms: float | None = None
     """Longest gap that decoding sequences should see between two tokens, in milliseconds: prompts
     get what fits beside the decodes in steps of that length. None: what the budget leaves."""
+    overlap_scheduling: bool | None = None
+    """Schedule, pack and plan a step while the one before runs. An end that its tokens bring is
+    seen one step late, and the token after it dropped. None: True on CUDA, False on a CPU."""
     attention_backend: str | None = None
     """"flashinfer" or "flash_attn" on CUDA, "native" on a CPU, "torch", or "auto": the first that
     can run; None: STEPGRAPH_ATTENTION, else "auto"."""
@@ -120,30 +123,32 @@ class EngineConfig:
         for name in _COUNTS:
             value = getattr(self, name)
             if value is not None:
-                object.__setattr__(self, name, positive(name, value))
+                object.__setattr__(self, name, checks.positive(name, value))
         size = self.block_size or 1
         if size > MAX_BLOCK_SIZE or size & (size - 1):
             raise ConfigError(f"block_size={size} is not a power of two from 1 to {MAX_BLOCK_SIZE}")
-        one_of("load_format", self.load_format, get_args(LoadFormat))
-        one_of("policy", self.policy, get_args(Policy))
-        one_of("quantization", self.quantization, (None, *get_args(Quantization)))
-        one_of("dtype", self.dtype, ("auto", *DTYPES))
+        checks.one_of("load_format", self.load_format, get_args(LoadFormat))
+        checks.one_of("policy", self.policy, get_args(Policy))
+        checks.one_of("quantization", self.quantization, (None, *get_args(Quantization)))
+        checks.one_of("dtype", self.dtype, ("auto", *DTYPES))
         if self.graph_mode is not None:
-            one_of("graph_mode", self.graph_mode, get_args(GraphMode))
-        texts(self, ("tokenizer", "device", "attention_backend"))
-        object.__setattr__(self, "seed", whole("seed", self.seed, *_SEEDS))
-        share("gpu_memory_utilization", self.gpu_memory_utilization)
+            checks.one_of("graph_mode", self.graph_mode, get_args(GraphMode))
+        checks.texts(self, ("tokenizer", "device", "attention_backend"))
+        object.__setattr__(self, "seed", checks.whole("seed", self.seed, *_SEEDS))
+        checks.share("gpu_memory_utilization", self.gpu_memory_utilization)
         if self.capture_sizes is not None:
-            object.__setattr__(self, "capture_sizes", capture_sizes(self.capture_sizes))
+            object.__setattr__(self, "capture_sizes", checks.capture_sizes(self.capture_sizes))
         if self.itl_target_ms is not None:
-            itl_target_ms(self.itl_target_ms, self.policy)
-        object.__setattr__(self, "max_logprobs", whole("max_logprobs", self.max_logprobs, *_TOPS))
+            checks.itl_target_ms(self.itl_target_ms, self.policy)
+        object.__setattr__(
+            self, "max_logprobs", checks.whole("max_logprobs", self.max_logprobs, *_TOPS)
+        )
         options = self.flashinfer_options
         if not isinstance(options, FlashInferOptions | None):
             raise ConfigError(f"flashinfer_options={options!r} are not FlashInferOptions")
-        for name in ("enable_prefix_caching", "bucket_fitting", "compile", "lazy_capture", "nvtx"):
+        for name in ("enable_prefix_caching", "bucket_fitting", *_OPEN_SWITCHES):
             value = getattr(self, name)
-            may_be_open = name in ("compile", "lazy_capture", "nvtx")
+            may_be_open = name in _OPEN_SWITCHES
             if not isinstance(value, bool) and not (may_be_open and value is None):
                 raise ConfigError(f"{name}={value!r} is not True or False")
 
@@ -182,7 +187,7 @@ class EngineConfig:
         """
         env = read_environment(environ)
         reasons: dict[str, str] = {}
-        device = self._resolve_device(reasons)
+        device = checks.resolve_device(self.device, reasons)
         budget = self._resolve_budget(device, env, reasons)
         num_seqs = self._resolve_num_seqs(budget, reasons)
         dtype = self._resolve_dtype(decoder, stored_dtype, reasons)
@@ -222,6 +227,7 @@ class EngineConfig:
             bucket_fitting=self.bucket_fitting,
             compile=self._resolve_compile(device, env, reasons),
             itl_target_ms=None if self.itl_target_ms is None else float(self.itl_target_ms),
+            overlap_scheduling=self._resolve_overlap(device, reasons),
             attention_backend=self.attention_backend or env.get("STEPGRAPH_ATTENTION", "auto"),
             flashinfer_options=self.flashinfer_options,
             quantization=self.quantization,
@@ -233,21 +239,6 @@ class EngineConfig:
         )
         block_size = self._resolve_block_size(resolved, decoder, reasons)
         return dataclasses.replace(resolved, block_size=block_size)
-
-    def _resolve_device(self, reasons: dict[str, str]) -> torch.device:
-        if self.device == "auto":
-            has_cuda = torch.cuda.is_available()
-            reasons["device"] = "a CUDA device is there" if has_cuda else "no CUDA device is there"
-            return torch.device("cuda" if has_cuda else "cpu")
-        try:
-            device = torch.device(self.device)
-        except RuntimeError:
-            raise ConfigError(f'device={self.device!r} is not "auto", "cpu" or "cuda:N"') from None
-        if device.type not in ("cpu", "cuda"):
-            raise ConfigError(f"device={self.device!r} is not supported; use cpu or cuda")
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise ConfigError(f"device={self.device!r}, but torch finds no CUDA device; use cpu")
-        return device
 
     def _resolve_dtype(
         self, decoder: DecoderConfig, stored_dtype: torch.dtype | None, reasons: dict[str, str]
@@ -354,6 +345,13 @@ class EngineConfig:
             logger.warning("layers can't be compiled and run uncompiled: %s", refusal)
         return wanted and refusal is None
 
+    def _resolve_overlap(self, device: torch.device, reasons: dict[str, str]) -> bool:
+        if self.overlap_scheduling is not None:
+            return self.overlap_scheduling
+        why = "" if device.type == "cuda" else ", where host and step share the processors"
+        reasons["overlap_scheduling"] = f"the default on {device.type}{why}"
+        return device.type == "cuda"
+
     def _resolve_ladders(
         self,
         graph_mode: GraphMode,
@@ -382,6 +380,7 @@ class EngineConfig:
         return ladders.without_full_graphs() if graph_mode == "piecewise" else ladders
 
 
+_OPEN_SWITCHES = ("compile", "lazy_capture", "nvtx", "overlap_scheduling")
 _SEEDS = (-(2**63), 2**64 - 1, "a whole number of 64 bits")
 _TOPS = (-1, 2**31 - 1, "a whole number of at least 0, or -1")
 _COUNTS = (

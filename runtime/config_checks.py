@@ -7,6 +7,8 @@ import numbers
 import operator
 from collections.abc import Sequence
 
+import torch
+
 from graphs.capture_sizes import CaptureSizes, parse_capture_sizes
 
 from .errors import ConfigError
@@ -74,3 +76,20 @@ def itl_target_ms(value: object, policy: str) -> None:
             f"itl_target_ms={value!r} can't be kept under policy='prefill_first', which stops "
             f"decodes while prompts run; use 'fcfs' or 'priority'"
         )
+
+
+def resolve_device(name: str, reasons: dict[str, str]) -> torch.device:
+    """The device of that name, of "auto" the one that is there."""
+    if name == "auto":
+        has_cuda = torch.cuda.is_available()
+        reasons["device"] = "a CUDA device is there" if has_cuda else "no CUDA device is there"
+        return torch.device("cuda" if has_cuda else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f'device={name!r} is not "auto", "cpu" or "cuda:N"') from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={name!r} is not supported; use cpu or cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={name!r}, but torch finds no CUDA device; use cpu")
+    return device

@@ -7,7 +7,6 @@ import itertools
 import logging
 import random
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +24,7 @@ from .models import load_decoder_config, stored_dtype
 from .output_builder import OutputBuilder
 from .output_text import OutputText
 from .outputs import FinishReason
+from .pipeline import StepPipeline
 from .prompts import TokenIds, check_request, one_sampling_params
 from .ranges import Ranges
 from .sampling_params import SamplingParams
@@ -87,7 +87,6 @@ class Engine:
                     device_type=self.config.device.type,
                 )
             )
-        self._was_waited_for = True
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=self.config.max_num_seqs,
@@ -103,6 +102,11 @@ class Engine:
             self._blocks,
             step_cost=self._step_cost,
         )
+        self._pipeline = StepPipeline(
+            self.scheduler, self._runner, self.ranges, self.counters, self._step_cost
+        )
+        self.runs_ahead = True
+        """False: under overlap_scheduling too no step is launched while another is in flight."""
         self._sequences: dict[str, Sequence] = {}
         self._watched_texts: dict[str, OutputText] = {}  # of requests with stop strings
         self._last_rules: tuple[SamplingParams, LogitsRules | None] | None = None
@@ -216,6 +220,9 @@ class Engine:
     def step(self) -> SequenceUpdates:
         """Schedule one batch, run it, and take in its tokens.
 
+        Under overlap_scheduling the call before has launched that batch already, and the next one
+        is launched before its tokens are waited for.
+
         If the batch fails, its sequences go back to the queue with all their tokens, and the
         error is raised: the engine is as it was, and the caller may retry or abort.
         """
@@ -229,20 +236,18 @@ class Engine:
 
         What is raised nonetheless comes from the scheduler: the engine can't be used further.
         """
-        self.scheduler.sizing.ladders = self._runner.ladders  # a graph may have been given up
-        with self.ranges("schedule"):
-            scheduled = self.scheduler.schedule()
-        if scheduled.num_seqs == 0:
+        if self.config.overlap_scheduling:
+            outcome = self._pipeline.step_overlapped(self._update, ahead=self.runs_ahead)
+        else:
+            outcome = self._pipeline.step_alone(self._update)
+        if isinstance(outcome, StepFailure):
+            if outcome.sequences:
+                return outcome
+            logger.error("a step failed after all its requests had left", exc_info=outcome.error)
+            outcome = None
+        if outcome is None:
             return SequenceUpdates.nothing()
-        with self.ranges.step(scheduled.num_tokens, scheduled.num_seqs, scheduled.bucket):
-            output = self._execute(scheduled)
-            if isinstance(output, StepFailure):
-                return output
-            with self.ranges("update", scheduled.num_tokens):
-                updates = self.scheduler.update(scheduled, output)
-                if self._watched_texts and (stopped := self._end_at_stop_strings(updates)):
-                    finished = [*updates.finished, *stopped]
-                    updates = dataclasses.replace(updates, finished=finished)
+        scheduled, updates = outcome.scheduled, outcome.updates
         self.counters.num_steps += 1
         self.counters.num_prompt_tokens += scheduled.num_tokens - scheduled.num_decodes
         self.counters.num_output_tokens += len(updates.sequences)
@@ -254,22 +259,12 @@ class Engine:
             self.on_step(scheduled)
         return updates
 
-    def _execute(self, scheduled: ScheduledBatch) -> StepOutput | StepFailure:
-        captures = self._runner.statistics.captures
-        start, num_captures = time.perf_counter(), len(captures)
-        try:
-            output = self._runner.execute(scheduled)
-        except Exception as error:  # noqa: BLE001 - it is handed on with what it hit
-            self.counters.num_failed_steps += 1
-            # The tensors of the failed step would stay alive with the error.
-            traceback.clear_frames(error.__traceback__)
-            return StepFailure(error=error, sequences=self.scheduler.rollback(scheduled))
-        except BaseException:
-            self.scheduler.rollback(scheduled)
-            raise
-        is_own_time = len(captures) == num_captures
-        self._observe(scheduled, time.perf_counter() - start if is_own_time else None)
-        return output
+    def _update(self, scheduled: ScheduledBatch, output: StepOutput) -> SequenceUpdates:
+        updates = self.scheduler.update(scheduled, output)
+        if self._watched_texts and (stopped := self._end_at_stop_strings(updates)):
+            finished = [*updates.finished, *stopped]
+            updates = dataclasses.replace(updates, finished=finished)
+        return updates
 
     def _end_at_stop_strings(self, updates: SequenceUpdates) -> list[Sequence]:
         """End the sequences whose text got a stop string; those that had not ended already."""
@@ -284,17 +279,6 @@ class Engine:
                     stopped.append(sequence)
                 self.scheduler.stop(sequence, text.stop_string)
         return stopped
-
-    def _observe(self, scheduled: ScheduledBatch, seconds: float | None) -> None:
-        """Teach the cost model, where the time is the step's own; None: it held a capture."""
-        # A step that samples nothing isn't waited for: on CUDA it runs on into the next one's time.
-        is_waited_for = len(scheduled.sampled) > 0 or scheduled.scoring is not None
-        was_waited_for, self._was_waited_for = self._was_waited_for, is_waited_for
-        if seconds is None or not (is_waited_for and was_waited_for):
-            return
-        if self._step_cost is not None:
-            num_tokens = scheduled.bucket or scheduled.num_tokens
-            self._step_cost.observe(num_tokens, scheduled.num_kv_tokens, seconds)
 
     def abort(
         self,

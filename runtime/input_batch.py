@@ -17,6 +17,18 @@ from .step import ScheduledBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapBatch:
+    """Ids that go from one step to the next on the device, by row of the tables. Int64, device."""
+
+    sampled_rows: torch.Tensor
+    """[num_sampled] rows whose drawn tokens are kept for the next step."""
+    placeholders: torch.Tensor | None
+    """[p] places in `input_ids` that the device fills in; None: there are none."""
+    placeholder_rows: torch.Tensor | None
+    """[p] rows whose kept tokens belong there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InputBatch:
     """All device inputs of one step. Valid until the next `pack` into the same buffer."""
 
@@ -44,6 +56,8 @@ class InputBatch:
     """[num_scored] int64, device; the tokens that are scored; None: there are none."""
     num_scored_logprobs: int
     """Most likeliest tokens that one of them wants."""
+    overlap: OverlapBatch | None
+    """What the steps before and after have to do with it; None: steps don't overlap."""
 
 
 def pack(table: RowTable, scheduled: ScheduledBatch, staging: StagingBuffer) -> InputBatch:
@@ -55,12 +69,11 @@ def pack(table: RowTable, scheduled: ScheduledBatch, staging: StagingBuffer) -> 
         staging: buffer for the copy; its earlier views become invalid.
     """
     num_seqs, num_tokens = scheduled.num_seqs, scheduled.num_tokens
-    new, computed, rows = scheduled.num_new_tokens, scheduled.num_computed_tokens, scheduled.rows
-    context = computed + new
+    new, rows, sampled = scheduled.num_new_tokens, scheduled.rows, scheduled.sampled
+    context = scheduled.num_computed_tokens + new
     max_context = int(context.max())
     max_blocks = -(-max_context // table.block_size)
-    sampled, sampled_rows = scheduled.sampled, rows[scheduled.sampled]
-    num_sampled = len(sampled)
+    sampled_rows, num_sampled = rows[sampled], len(sampled)
     output_positions = context[sampled] - table.num_prompt_tokens[sampled_rows]
     extras = _Extras(table, scheduled, sampled_rows, output_positions)
     layout = staging.lay_out(
@@ -125,7 +138,22 @@ def pack(table: RowTable, scheduled: ScheduledBatch, staging: StagingBuffer) -> 
         num_logprobs=extras.num_logprobs,
         scored_ids=device.get("scored_ids"),
         num_scored_logprobs=0 if scheduled.scoring is None else scheduled.scoring.num_top,
+        overlap=_overlap_batch(device),
     )
+
+
+def pack_logits(
+    table: RowTable, scheduled: ScheduledBatch, staging: StagingBuffer
+) -> LogitsBatch | None:
+    """What `pack` left out of a step whose draw waits for ids, now that the table has them."""
+    rows = scheduled.rows[scheduled.sampled]
+    context = scheduled.num_computed_tokens + scheduled.num_new_tokens
+    num_outputs = context[scheduled.sampled] - table.num_prompt_tokens[rows]
+    plan = LogitsPlan(table, rows, num_outputs)
+    layout = staging.lay_out({n: (a.dtype.type, a.shape) for n, a in plan.arrays.items()})
+    for name, array in plan.arrays.items():
+        layout.host[name][:] = array
+    return plan.batch(staging.upload(layout))
 
 
 class _Extras:
@@ -142,7 +170,7 @@ class _Extras:
         self.logprobs_of = _NOTHING
         self.num_logprobs = self.num_scored = 0
         self.arrays: dict[str, np.ndarray] = {}
-        if table.num_with_rules:
+        if table.num_with_rules and not scheduled.draw_waits:
             self.plan = LogitsPlan(table, sampled_rows, output_positions)
             self.arrays |= self.plan.arrays
         if table.num_with_logprobs:
@@ -153,6 +181,11 @@ class _Extras:
         if scheduled.scoring is not None:
             self.num_scored = len(scheduled.scoring.places)
             self.arrays["scored_ids"] = scheduled.scoring.next_ids
+        if table.keeps_drawn:
+            self.arrays["sampled_rows"] = sampled_rows
+        if len(scheduled.placeholders):
+            self.arrays["placeholders"] = scheduled.placeholders
+            self.arrays["placeholder_rows"] = scheduled.rows[scheduled.placeholders]
 
 
 _NOTHING = np.empty(0, dtype=np.int64)
@@ -174,6 +207,16 @@ def _fill_positions(
     blocks = host["block_tables"][sequence_of_token, positions >> (block_size.bit_length() - 1)]
     np.multiply(blocks, block_size, out=host["slot_mapping"])
     host["slot_mapping"] += positions & (block_size - 1)
+
+
+def _overlap_batch(device: dict[str, torch.Tensor]) -> OverlapBatch | None:
+    if "sampled_rows" not in device:
+        return None
+    return OverlapBatch(
+        sampled_rows=device["sampled_rows"],
+        placeholders=device.get("placeholders"),
+        placeholder_rows=device.get("placeholder_rows"),
+    )
 
 
 def _sampling_batch(

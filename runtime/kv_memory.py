@@ -1,4 +1,4 @@
-"""How many KV blocks fit, with the arithmetic written out."""
+"""How many KV blocks fit, with the arithmetic written out, and the step that needs most beside."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from .errors import ConfigError
+from .sampling_params import SamplingParams
+from .step import ScheduledBatch
 
 if TYPE_CHECKING:
     from graphs import TrialCapture
+
+    from .resolved_config import ResolvedConfig
 
 GIB = 1 << 30
 DEFAULT_CPU_BYTES = 4 * GIB
@@ -118,3 +124,34 @@ def _lines(path: str) -> list[str]:
             return file.read().splitlines()
     except OSError:
         return []  # not this system's way of telling
+
+
+def largest_step(config: ResolvedConfig) -> ScheduledBatch:
+    """A batch of max_num_seqs fresh prompts that fill the token budget, each one sampled.
+
+    Its size follows from the budget, not from max_model_len: no larger step ever runs.
+    """
+    num_seqs = config.max_num_seqs
+    new = np.full(num_seqs, config.max_num_batched_tokens // num_seqs, dtype=np.int64)
+    new[: config.max_num_batched_tokens % num_seqs] += 1
+    new = np.minimum(new, config.max_model_len)
+    rows = np.arange(num_seqs)
+    nothing = np.empty(0, dtype=np.int64)
+    params = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01)
+    return ScheduledBatch(
+        step=0,
+        rows=rows,
+        num_computed_tokens=np.zeros(num_seqs, dtype=np.int64),
+        num_new_tokens=new,
+        num_decodes=0,
+        token_ids=np.zeros(int(new.sum()), dtype=np.int32),
+        sampled=rows,
+        released_rows=nothing,
+        admitted_rows=rows,
+        admitted_params=(params,) * num_seqs,
+        admitted_seeds=np.zeros(num_seqs, dtype=np.uint64),
+        admitted_num_prompt_tokens=new,
+        new_block_rows=nothing,
+        new_block_indices=nothing,
+        new_block_ids=nothing,
+    )

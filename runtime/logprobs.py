@@ -106,11 +106,13 @@ def record_logprobs(
                 assert sequence.logprobs is not None, f"{sequence.request_id} wants none"
                 sequence.logprobs.append(output.logprobs, i, i + 1)
     if output.prompt_logprobs is not None and scheduled.scoring is not None:
-        start = 0
-        pairs = zip(scheduled.scoring.rows.tolist(), scheduled.scoring.counts.tolist(), strict=True)
-        for row, count in pairs:
+        scoring, start = scheduled.scoring, 0
+        columns = (scoring.rows.tolist(), scoring.firsts.tolist(), scoring.counts.tolist())
+        for row, first, count in zip(*columns, strict=True):
             sequence = sequences[row]
             if sequence is not None:
-                assert sequence.prompt_logprobs is not None, f"{sequence.request_id} wants none"
-                sequence.prompt_logprobs.append(output.prompt_logprobs, start, start + count)
+                record = sequence.prompt_logprobs
+                assert record is not None, f"{sequence.request_id} wants none"
+                assert first == len(record), f"{sequence.request_id}: tokens were left out"
+                record.append(output.prompt_logprobs, start, start + count)
             start += count

@@ -25,6 +25,8 @@ class EngineCounters:
     num_steps: int = 0
     num_failed_steps: int = 0
     """Steps that raised; not in `num_steps`."""
+    num_steps_ahead: int = 0
+    """Steps launched while another was in flight."""
     num_prompt_tokens: int = 0
     """Prompt tokens computed, recomputed ones included."""
     num_output_tokens: int = 0

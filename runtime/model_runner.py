@@ -7,7 +7,6 @@ import functools
 import gc
 import logging
 import sys
-import time
 from typing import Any
 
 import numpy as np
@@ -26,8 +25,14 @@ from graphs import (
 
 from .compiled_layers import CompiledLayers, compile_layers
 from .errors import ConfigError
-from .input_batch import InputBatch, pack
-from .kv_memory import cpu_kv_bytes, cuda_kv_bytes, estimated_graph_bytes, size_kv_pool
+from .input_batch import InputBatch, pack, pack_logits
+from .kv_memory import (
+    cpu_kv_bytes,
+    cuda_kv_bytes,
+    estimated_graph_bytes,
+    largest_step,
+    size_kv_pool,
+)
 from .models import (
     PLAIN_REGIONS,
     DecoderConfig,
@@ -38,13 +43,14 @@ from .models import (
     pack_refusal,
     region_refusal,
 )
+from .pending_step import DrawnStep, ForwardOutput, InlineQueue, PendingStep, StepTimer, StepWorker
 from .ranges import Ranges
 from .resolved_config import ResolvedConfig
 from .row_table import RowTable
-from .sampling_params import SamplingParams
-from .staging import StagingBuffer
-from .step import ScheduledBatch, StepOutput
-from .token_sampler import TokenSampler, to_step_output
+from .staging import StagingRing
+from .step import LateIdsBatch, ScheduledBatch, StepOutput
+from .steps_in_flight import MAX_IN_FLIGHT
+from .token_sampler import OutputCopy, TokenSampler
 
 logger = logging.getLogger("stepgraph.runtime")
 
@@ -89,7 +95,9 @@ class ModelRunner:
             cache_dir=config.cache_dir,
             flashinfer_options=config.flashinfer_options,
         )
-        self._staging = StagingBuffer(config.device)
+        depth = MAX_IN_FLIGHT if config.overlap_scheduling else 1
+        self._staging = StagingRing(config.device, depth)
+        self._late_staging = StagingRing(config.device, depth)
         self._rows = self._new_row_table()
         self._sampler = TokenSampler(
             config.max_num_seqs,
@@ -105,6 +113,8 @@ class ModelRunner:
         self.graph_bytes = 0
         """What the graphs that were captured at the start took."""
         self._graphs = self._capture_graphs(cache)
+        needs_worker = config.overlap_scheduling and config.device.type == "cpu"
+        self._tasks = StepWorker() if needs_worker else InlineQueue()
 
     @property
     def statistics(self) -> StepStatistics:
@@ -127,29 +137,87 @@ class ModelRunner:
         return self._layers.as_dict()
 
     def execute(self, scheduled: ScheduledBatch) -> StepOutput:
-        """Run one step that has at least one token."""
-        with self._ranges("pack", scheduled.num_tokens):
-            self._rows.apply(scheduled)
-            self._sampler.admit(scheduled)
-            batch = pack(self._rows, scheduled, self._staging)
+        """Run one step that has at least one token, with no other in flight."""
+        batch = self._pack(scheduled)
+        self._sampler.admit(scheduled)
         return self._run(batch, scheduled, self._graphs)
 
+    def launch(self, scheduled: ScheduledBatch) -> PendingStep:
+        """Queue a step behind the one in flight, for whose ids it may have placeholders.
+
+        What goes wrong is raised by the result. The draw of a step that waits for ids is left to
+        `draw`.
+        """
+        pending = PendingStep(scheduled, self._tasks)
+        try:
+            batch = self._pack(scheduled)
+        except Exception as error:  # noqa: BLE001 - raised once the step before is in
+            pending.fail(error)
+            return pending
+        pending.start(lambda: self._start(batch, scheduled))
+        if not scheduled.draw_waits:
+            pending.draw(self._finish)
+        return pending
+
+    def draw(self, pending: PendingStep, late: LateIdsBatch) -> None:
+        """Queue the draw of a launched step that waited for `late`."""
+        try:
+            self._rows.take_late_ids(pending.scheduled, late)
+            logits = pack_logits(self._rows, pending.scheduled, self._late_staging.next())
+        except Exception as error:  # noqa: BLE001 - raised by the result, as all else
+            pending.fail(error)
+            return
+
+        def finish(forward: ForwardOutput) -> DrawnStep:
+            batch = dataclasses.replace(forward.batch, logits=logits)
+            return self._finish(dataclasses.replace(forward, batch=batch))
+
+        pending.draw(finish)
+
+    def note_seconds(self, drawn: DrawnStep) -> float:
+        """Add the time of a launched step that has ended to the statistics, and return it."""
+        seconds = drawn.timer.seconds()
+        self._graphs.statistics.add_seconds(drawn.launch, seconds)
+        return seconds
+
+    def _pack(self, scheduled: ScheduledBatch) -> InputBatch:
+        with self._ranges("pack", scheduled.num_tokens):
+            self._rows.apply(scheduled)
+            return pack(self._rows, scheduled, self._staging.next())
+
+    def _start(self, batch: InputBatch, scheduled: ScheduledBatch) -> ForwardOutput:
+        self._sampler.admit(scheduled)
+        self._sampler.fill_placeholders(batch)
+        return self._run_forward(batch, scheduled, self._graphs)
+
     @torch.inference_mode()
-    def _run(self, batch: InputBatch, scheduled: ScheduledBatch, graphs: GraphRunner) -> StepOutput:
+    def _run_forward(
+        self, batch: InputBatch, scheduled: ScheduledBatch, graphs: GraphRunner
+    ) -> ForwardOutput:
         num_tokens = scheduled.num_tokens
-        uniform = scheduled.is_uniform_decode
-        launch = graphs.dispatch(num_tokens, scheduled.num_seqs, uniform)
-        start = time.perf_counter()  # a capture at first use isn't the step's own time
+        launch = graphs.dispatch(num_tokens, scheduled.num_seqs, scheduled.is_uniform_decode)
+        timer = StepTimer(self._config.device)  # a capture at first use isn't the step's own time
         with self._ranges("plan", num_tokens, scheduled.bucket):
             step = graphs.prepare(launch, batch.input_ids, batch.positions, batch.metadata)
         with self._ranges("forward", num_tokens, 0 if step.launch.mode == "eager" else launch.size):
             hidden = graphs.run(step, batch.logits_indices)
-        if len(hidden) == 0:
+        return ForwardOutput(hidden=hidden, batch=batch, launch=step.launch, timer=timer)
+
+    @torch.inference_mode()
+    def _finish(self, forward: ForwardOutput) -> DrawnStep:
+        with self._ranges("sample", len(forward.hidden)):
+            drawn = self._sampler.draw(self._model.compute_logits, forward.hidden, forward.batch)
+            forward.timer.stop()  # before the copy, which is what is waited for
+            copy = OutputCopy(drawn, forward.batch)
+        return DrawnStep(copy=copy, launch=forward.launch, timer=forward.timer)
+
+    def _run(self, batch: InputBatch, scheduled: ScheduledBatch, graphs: GraphRunner) -> StepOutput:
+        forward = self._run_forward(batch, scheduled, graphs)
+        if len(forward.hidden) == 0:
             return StepOutput(token_ids=np.empty(0, np.int64), is_valid=np.empty(0, bool))
-        with self._ranges("sample", len(hidden)):
-            drawn = self._sampler.draw(self._model.compute_logits, hidden, batch)
-            output = to_step_output(drawn, batch)
-        graphs.statistics.add_seconds(step.launch, time.perf_counter() - start)
+        drawn = self._finish(forward)
+        output = drawn.copy.wait()
+        graphs.statistics.add_seconds(drawn.launch, drawn.timer.seconds())
         return output
 
     def _packing_refusal(self) -> str | None:
@@ -263,7 +331,12 @@ class ModelRunner:
 
     def _new_row_table(self) -> RowTable:
         config = self._config
-        return RowTable(config.max_num_seqs, config.max_blocks_per_seq, config.block_size)
+        return RowTable(
+            config.max_num_seqs,
+            config.max_blocks_per_seq,
+            config.block_size,
+            keeps_drawn=config.overlap_scheduling,
+        )
 
     def _allocate_kv_pool(self) -> PagedKVCache:
         config = self._config
@@ -315,38 +388,7 @@ class ModelRunner:
         scheduled = largest_step(self._config)
         rows = self._new_row_table()
         rows.apply(scheduled)
-        batch = pack(rows, scheduled, self._staging)
+        batch = pack(rows, scheduled, self._staging.next())
         cache = PagedKVCache.allocate(self._spec, 2)
         graphs = self._new_graph_runner(cache, self._no_graphs(), self._new_graph_pool())
         self._run(batch, scheduled, graphs)
-
-
-def largest_step(config: ResolvedConfig) -> ScheduledBatch:
-    """A batch of max_num_seqs fresh prompts that fill the token budget, each one sampled.
-
-    Its size follows from the budget, not from max_model_len: no larger step ever runs.
-    """
-    num_seqs = config.max_num_seqs
-    new = np.full(num_seqs, config.max_num_batched_tokens // num_seqs, dtype=np.int64)
-    new[: config.max_num_batched_tokens % num_seqs] += 1
-    new = np.minimum(new, config.max_model_len)
-    rows = np.arange(num_seqs)
-    nothing = np.empty(0, dtype=np.int64)
-    params = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01)
-    return ScheduledBatch(
-        step=0,
-        rows=rows,
-        num_computed_tokens=np.zeros(num_seqs, dtype=np.int64),
-        num_new_tokens=new,
-        num_decodes=0,
-        token_ids=np.zeros(int(new.sum()), dtype=np.int32),
-        sampled=rows,
-        released_rows=nothing,
-        admitted_rows=rows,
-        admitted_params=(params,) * num_seqs,
-        admitted_seeds=np.zeros(num_seqs, dtype=np.uint64),
-        admitted_num_prompt_tokens=new,
-        new_block_rows=nothing,
-        new_block_indices=nothing,
-        new_block_ids=nothing,
-    )

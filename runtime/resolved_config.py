@@ -67,6 +67,8 @@ class ResolvedConfig:
     """Whether layers are compiled; a compiler was found then."""
     itl_target_ms: float | None
     """As in EngineConfig."""
+    overlap_scheduling: bool
+    """Whether a step is launched while the one before runs."""
     attention_backend: str
     """A backend's name, or "auto"."""
     flashinfer_options: FlashInferOptions | None

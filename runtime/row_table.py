@@ -8,7 +8,7 @@ from .grammar import GrammarMatcher
 from .logits_rules import LogitsRules
 from .sampler import seed_streams
 from .sampling_params import SamplingParams
-from .step import ScheduledBatch
+from .step import LateIdsBatch, ScheduledBatch
 
 NO_LOGPROBS = -1
 """In `RowTable.num_logprobs`: the row wants none."""
@@ -21,8 +21,17 @@ class RowTable:
     `ScheduledBatch`, so packing the same batch twice gives the same arrays.
     """
 
-    def __init__(self, max_num_seqs: int, max_blocks_per_seq: int, block_size: int) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_blocks_per_seq: int,
+        block_size: int,
+        *,
+        keeps_drawn: bool = False,
+    ) -> None:
         self.block_size = block_size
+        self.keeps_drawn = keeps_drawn
+        """Whether the device keeps what it draws, for the placeholders of the next step."""
         self.block_tables = np.zeros((max_num_seqs, max_blocks_per_seq), dtype=np.int32)
         """[max_num_seqs, max_blocks_per_seq]; entries past a sequence's blocks are block 0."""
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
@@ -70,8 +79,17 @@ class RowTable:
         self.block_tables[scheduled.new_block_rows, scheduled.new_block_indices] = (
             scheduled.new_block_ids
         )
-        if len(scheduled.host_rows):
-            self._extend_outputs(scheduled)
+        if len(scheduled.host_rows) and not scheduled.draw_waits:
+            self._extend_outputs(scheduled, scheduled.host_rows, scheduled.token_ids)
+
+    def take_late_ids(self, scheduled: ScheduledBatch, late: LateIdsBatch) -> None:
+        """Take in what the draw of `scheduled`, the last step applied, had to wait for."""
+        places, ended = scheduled.host_rows, late.ended_rows
+        if len(ended):
+            for row in ended.tolist():
+                self._clear_params(row)  # nobody wants its draw: spare the host the work
+            places = places[~np.isin(scheduled.rows[places], ended)]
+        self._extend_outputs(scheduled, places, late.token_ids)
 
     def _admit_rules(self, scheduled: ScheduledBatch) -> None:
         columns = (scheduled.admitted_rules, scheduled.admitted_token_ids)
@@ -92,12 +110,13 @@ class RowTable:
             if rules.grammar is not None:
                 self.matchers[row] = rules.grammar.start()
 
-    def _extend_outputs(self, scheduled: ScheduledBatch) -> None:
+    def _extend_outputs(
+        self, scheduled: ScheduledBatch, places: np.ndarray, token_ids: np.ndarray
+    ) -> None:
         """Add to `output_ids` what the last step drew, which is this step's input."""
-        places = scheduled.host_rows
         rows = scheduled.rows[places]
         ends = scheduled.num_computed_tokens[places] + scheduled.num_new_tokens[places]
-        newest = scheduled.token_ids[scheduled.num_new_tokens.cumsum()[places] - 1]
+        newest = token_ids[scheduled.num_new_tokens.cumsum()[places] - 1]
         num_outputs = ends - self.num_prompt_tokens[rows]
         for row, num, token_id in zip(
             rows.tolist(), num_outputs.tolist(), newest.tolist(), strict=True

@@ -16,9 +16,10 @@ from .outputs import FinishReason
 from .scheduler_config import SchedulerConfig
 from .sequence import Sequence, SequenceStatus
 from .sequence_table import SequenceTable
-from .step import ScheduledBatch, SequenceUpdates, StepOutput
+from .step import LateIdsBatch, ScheduledBatch, SequenceUpdates, StepOutput
 from .step_builder import StepBuilder
 from .step_cost import StepCost
+from .steps_in_flight import StepsInFlight
 from .waiting_queue import WaitingQueue
 
 
@@ -37,6 +38,9 @@ class Scheduler:
     preempted: it loses its blocks, keeps its tokens, and starts again, mostly from the cache, once
     another sequence has ended; so a shortage costs a sequence one re-prefill, not a circle of them.
     A sequence's total length is bounded by the pool, so one alone always goes on.
+
+    A step may be scheduled while one is in flight, since that takes only counts (`StepsInFlight`).
+    Who ends meanwhile gives its blocks back at once: their next owner writes after rows in flight.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class Scheduler:
         self._num_admissions = 0
         self._num_endings = 0
         self._next_step = 0
+        self._flights = StepsInFlight(self._table, block_manager)
 
     # -- queries ----------------------------------------------------------------------------
 
@@ -130,7 +135,7 @@ class Scheduler:
     ) -> None:
         """End a sequence now; a finished one is left as it is.
 
-        If its step is in flight the row still runs there, and its result is dropped.
+        In steps that are in flight its row still runs, and its result is dropped.
         """
         if not sequence.is_finished:
             sequence.error = error
@@ -149,23 +154,25 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch:
         """Choose the sequences and token counts of the next step.
 
-        The batch is empty only if no sequence is unfinished. Counts advance at once; the ids
-        come with `update`.
+        The batch is empty only if no sequence is unfinished, or if the step in flight has to come
+        in first: because all end with it, or because blocks are short, since nobody is preempted
+        who is about to get a token. Counts advance at once; the ids come with `update`.
         """
         step = StepBuilder(self._table, self.config.max_num_batched_tokens)
         if self.config.policy == "prefill_first":
             self._schedule_prompts(step)
             if step.is_empty:
                 self._schedule_decodes(step)
-        else:
-            self._schedule_decodes(step)
+        elif self._schedule_decodes(step):
             if self.sizing.has_target:
                 step.budget = min(step.budget, self._prompt_tokens(step))
             self._schedule_prompts(step)
-        assert not (step.is_empty and self.has_unfinished), "an empty step: nothing would end"
+        if step.is_empty:
+            assert self._flights or not self.has_unfinished, "an empty step: nothing would end"
+            return step.build(self._next_step, [], self.sizing)
         completed = step.completed_prompts()  # their next tokens are decodes
         scheduled = step.build(self._next_step, self._table.take_released_rows(), self.sizing)
-        self._table.start_flight(scheduled.rows)
+        self._flights.start(scheduled)
         self._next_step += 1
         if completed:
             self._decoding += completed
@@ -174,25 +181,24 @@ class Scheduler:
             self._prefilling = [s for s in self._prefilling if s not in gone]
         return scheduled
 
-    def _schedule_decodes(self, step: StepBuilder) -> None:
-        table, manager, size = self._table, self._blocks, self._blocks.block_size
+    def _schedule_decodes(self, step: StepBuilder) -> bool:
+        """Put the decodes in; False, with nothing done, if a step in flight has to be in first."""
+        table, manager = self._table, self._blocks
         while True:
-            rows = self._rows_of_decoding()
+            rows = self._flights.going_on(self._rows_of_decoding())
             computed = table.num_computed[rows]
             growing = rows[computed == table.num_slots[rows]]
             if len(growing) <= manager.num_free_blocks:
                 break
+            if self._flights:
+                return False
             self._preempt_for_blocks(self._victim(self.running_sequences()))
         for sequence in self._table.sequences_at(growing):
             self._grow(step, sequence, 1)
-        computed += 1
-        table.num_computed[rows] = computed
-        if manager.enable_prefix_caching:
-            for sequence in self._table.sequences_at(rows[computed % size == 0]):
-                token_ids = table.token_ids[sequence.row]
-                num_scheduled = len(sequence.blocks) * size
-                manager.register(sequence, token_ids, num_scheduled, self._next_step)
+        table.num_computed[rows] = computed + 1
+        self._flights.register_decodes(rows, self._next_step)
         step.add_decodes(rows)
+        return True
 
     def _prompt_tokens(self, step: StepBuilder) -> int:
         num_kv_tokens = step.num_kv_tokens()
@@ -297,28 +303,25 @@ class Scheduler:
     # -- update -----------------------------------------------------------------------------
 
     def update(self, scheduled: ScheduledBatch, output: StepOutput) -> SequenceUpdates:
-        """Take in the ids of a step that ran; end the sequences that are done."""
+        """Take in the ids of the oldest step in flight; end the sequences that are done."""
         table, token_ids, is_valid = self._table, output.token_ids, output.is_valid
-        self._blocks.commit(scheduled.step)
         record_logprobs(table.sequences, scheduled, output)
-        table.end_flight()
+        self._flights.end(scheduled)
         rows = scheduled.rows[scheduled.sampled]
         keep = table.is_live[rows]
         if not keep.all():  # aborted meanwhile
             rows, token_ids, is_valid = rows[keep], token_ids[keep], is_valid[keep]
-        sequences = table.sequences_at(rows)
+        sequences, finished = table.sequences_at(rows), []
         if not is_valid.all():
             failed = [s for s, valid in zip(sequences, is_valid.tolist(), strict=True) if not valid]
             finished = [self._fail(sequence, output) for sequence in failed]
             sequences = [s for s in sequences if s not in failed]
             rows, token_ids = rows[is_valid], token_ids[is_valid]
-        else:
-            finished = []
-        now = self._clock()
-        gaps = table.append(rows, token_ids, now)
+        gaps = table.append(rows, token_ids, now := self._clock())
         for i in np.flatnonzero(np.isnan(gaps)).tolist():
             sequences[i].first_token_time = now
         finished += self._end_sequences(sequences, rows, token_ids)
+        self._flights.register_late(rows)
         return SequenceUpdates(
             sequences=sequences, token_ids=token_ids, gaps=gaps, finished=finished
         )
@@ -326,16 +329,14 @@ class Scheduler:
     def rollback(self, scheduled: ScheduledBatch) -> list[Sequence]:
         """`scheduled` failed: all its sequences, which are returned, go back to the queue.
 
-        They lose no token. What the step registered in the prefix cache is taken back. Blocks
+        So do those of the step after it. They lose no token that `update` has brought, and blocks
         filled by earlier steps stay findable, so that most of the work isn't done again.
         """
-        rows = scheduled.rows
-        sequences = self._table.sequences_at(rows[self._table.is_live[rows]])
-        for sequence in sequences:
-            self._preempt(sequence)
-        self._blocks.rollback(scheduled.step)
-        self._table.end_flight()
-        return sequences
+        return self._flights.roll_back(scheduled, self._preempt)
+
+    def late_ids(self, scheduled: ScheduledBatch) -> LateIdsBatch:
+        """What the oldest step in flight has placeholders for."""
+        return self._flights.late_ids(scheduled)
 
     def _end_sequences(
         self, sequences: list[Sequence], rows: np.ndarray, token_ids: np.ndarray

@@ -7,6 +7,7 @@ from typing import cast
 import numpy as np
 
 from .sequence import Sequence, SequenceStatus
+from .step import ScheduledBatch
 
 
 class SequenceTable:
@@ -25,6 +26,8 @@ class SequenceTable:
         """Prompt and output tokens whose ids are known."""
         self.num_computed = np.zeros(max_num_seqs, dtype=np.int64)
         """Tokens whose K/V is in the pool once the steps scheduled so far have run."""
+        self.num_drawing = np.zeros(max_num_seqs, dtype=np.int64)
+        """Tokens that steps in flight are drawing: there, with ids that are not known yet."""
         self.num_slots = np.zeros(max_num_seqs, dtype=np.int64)
         """Tokens that the blocks owned by the sequence hold."""
         self.max_total_tokens = np.zeros(max_num_seqs, dtype=np.int64)
@@ -40,8 +43,8 @@ class SequenceTable:
         self.last_token_times = np.zeros(max_num_seqs, dtype=np.float64)
         """Seconds; NaN before the first token."""
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
-        self._rows_in_flight: set[int] = set()
-        self._retired_rows: list[int] = []  # left while in flight: free when the step is in
+        self._num_flights = np.zeros(max_num_seqs, dtype=np.int64)  # steps in flight of each row
+        self._retired_rows: list[int] = []  # left while in flight: free when their steps are in
         self._released_rows: list[int] = []  # not yet told to the runner
 
     @property
@@ -59,6 +62,7 @@ class SequenceTable:
         self.token_ids[row, :num_tokens] = sequence.token_ids
         self.num_tokens[row] = num_tokens
         self.num_computed[row] = num_cached
+        assert self.num_drawing[row] == 0, f"row {row} is in flight"
         self.num_slots[row] = num_cached
         self.max_total_tokens[row] = sequence.max_total_tokens
         self.min_total_tokens[row] = sequence.num_prompt_tokens + params.min_tokens
@@ -118,7 +122,9 @@ class SequenceTable:
             assert self.sequences[row] is sequence, f"row {row} is not {sequence.request_id}'s"
             num_slots = len(sequence.blocks) * block_size
             assert self.num_slots[row] == num_slots, f"row {row}: slots are off"
-            assert self.num_computed[row] <= min(num_slots, self.num_tokens[row])
+            num_tokens = self.num_tokens[row] + self.num_drawing[row]
+            assert self.num_computed[row] <= min(num_slots, num_tokens), f"row {row} is ahead"
+            assert self.num_drawing[row] <= self._num_flights[row], f"row {row} draws nowhere"
         num_rows = self.num_free_rows + len(running) + len(self._retired_rows)
         assert num_rows == self.max_num_seqs, "rows are lost or doubled"
         assert int(self.is_live.sum()) == len(running), "a live row has no sequence"
@@ -126,7 +132,7 @@ class SequenceTable:
     def retire(self, sequence: Sequence) -> None:
         """Bring the sequence's own tokens up to date and take its row back.
 
-        A row in flight becomes available only when its step has ended.
+        A row in flight becomes available only when its steps have ended.
         """
         row = sequence.row
         sequence.token_ids = self.token_ids[row, : self.num_tokens[row]].copy()
@@ -134,21 +140,26 @@ class SequenceTable:
         sequence.row = -1
         self.sequences[row] = None
         self.is_live[row] = False
-        if row in self._rows_in_flight:
+        if self._num_flights[row]:
             self._retired_rows.append(row)
         else:
             self._release(row)
 
-    def start_flight(self, rows: np.ndarray) -> None:
-        """[n] rows run in a step from now on."""
-        self._rows_in_flight = set(rows.tolist())
+    def start_flight(self, scheduled: ScheduledBatch) -> None:
+        """Its rows run in one more step from now on."""
+        self._num_flights[scheduled.rows] += 1
+        self.num_drawing[scheduled.rows[scheduled.sampled]] += 1
 
-    def end_flight(self) -> None:
-        """The step has ended, one way or the other."""
-        self._rows_in_flight = set()
-        for row in self._retired_rows:
-            self._release(row)
-        self._retired_rows = []
+    def end_flight(self, scheduled: ScheduledBatch) -> None:
+        """That step has ended, one way or the other."""
+        self._num_flights[scheduled.rows] -= 1
+        self.num_drawing[scheduled.rows[scheduled.sampled]] -= 1
+        retired, self._retired_rows = self._retired_rows, []
+        for row in retired:
+            if self._num_flights[row]:
+                self._retired_rows.append(row)
+            else:
+                self._release(row)
 
     def take_released_rows(self) -> list[int]:
         """Rows that became available since this was last asked."""

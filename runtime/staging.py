@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -104,3 +105,19 @@ class StagingBuffer:
         pinned = self._device.type == "cuda"
         self._host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
         self._bytes = self._host.numpy()
+
+
+class StagingRing:
+    """Staging buffers that steps take in turns, so that those in flight keep their views.
+
+    Args:
+        device: as of `StagingBuffer`.
+        depth: steps that may be in flight at a time, the one being packed included.
+    """
+
+    def __init__(self, device: torch.device, depth: int) -> None:
+        self._turns = itertools.cycle([StagingBuffer(device) for _ in range(depth)])
+
+    def next(self) -> StagingBuffer:
+        """The one whose turn it is: its last step has ended."""
+        return next(self._turns)

@@ -26,6 +26,8 @@ class ScoringBatch:
     """[m] ...of these."""
     rows: np.ndarray
     """[k] rows of the sequences in the tables, in the order of `places`."""
+    firsts: np.ndarray
+    """[k] each one's first token that is scored: how many before it have been."""
     counts: np.ndarray
     """[k] how many of `places` are each one's."""
     num_top: int
@@ -52,7 +54,8 @@ class ScheduledBatch:
     num_decodes: int
     """The first `num_decodes` sequences are past their prompt; each has one new token."""
     token_ids: np.ndarray
-    """[num_tokens] int32, the new tokens of all sequences, one after another."""
+    """[num_tokens] int32, the new tokens of all sequences, one after another; 0 at the
+    `placeholders`."""
     sampled: np.ndarray
     """[num_sampled] positions in `rows` of the sequences whose next token is wanted."""
 
@@ -81,8 +84,11 @@ class ScheduledBatch:
     rules look back at its tokens; None for others."""
     host_rows: np.ndarray = field(default_factory=lambda: _NOTHING)
     """[h] those of `sampled` whose logits the host works on with all ids so far in its hands: bad
-    words of several tokens, logits processors. Only without any can a step be prepared before
-    the ids of the last one have come back."""
+    words of several tokens, logits processors. If the id of one is a placeholder, the step's draw
+    waits for the ids of the step before; its forward doesn't."""
+    placeholders: np.ndarray = field(default_factory=lambda: _NOTHING)
+    """[p] those of the decodes whose new token is still being drawn by the step in flight: the
+    device fills in what it drew for their rows last."""
     scoring: ScoringBatch | None = None
     """Log-probabilities of prompt tokens that are wanted of this step; None: none."""
 
@@ -105,6 +111,24 @@ class ScheduledBatch:
     def is_uniform_decode(self) -> bool:
         """True if every query length is one."""
         return self.num_tokens == self.num_seqs
+
+    @property
+    def draw_waits(self) -> bool:
+        """True if the host has to know the ids of the step before ahead of this step's draw."""
+        return bool(len(self.placeholders)) and bool(
+            np.isin(self.host_rows, self.placeholders).any()
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LateIdsBatch:
+    """What became known of a step between its launch and its draw. Host memory."""
+
+    token_ids: np.ndarray
+    """[num_tokens] int32, `ScheduledBatch.token_ids` with ids in place of placeholders; where the
+    sequence has ended, they mean nothing."""
+    ended_rows: np.ndarray
+    """[e] int64, rows of the step whose sequences have ended since."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

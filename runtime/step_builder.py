@@ -94,6 +94,9 @@ class StepBuilder:
         new_blocks = np.array(self._new_blocks, dtype=np.int64).reshape(-1, 3)
         admitted = self._admitted
         has_rules = any(s.rules is not None for s in admitted)
+        decode_ids = table.token_ids[self._decode_rows, decode_starts]
+        placeholders = np.flatnonzero(decode_starts >= table.num_tokens[self._decode_rows])
+        decode_ids[placeholders] = 0
         rows = np.concatenate([self._decode_rows, chunk_rows])
         sampled = np.concatenate([np.arange(num_decodes), num_decodes + sampled_chunks])
         return ScheduledBatch(
@@ -104,9 +107,7 @@ class StepBuilder:
                 [np.ones(num_decodes, dtype=np.int64), _int64(self._chunk_sizes)]
             ),
             num_decodes=num_decodes,
-            token_ids=np.concatenate(
-                [table.token_ids[self._decode_rows, decode_starts], *chunk_tokens]
-            ),
+            token_ids=np.concatenate([decode_ids, *chunk_tokens]),
             sampled=sampled,
             released_rows=_int64(released_rows),
             admitted_rows=_int64([s.row for s in admitted]),
@@ -120,12 +121,13 @@ class StepBuilder:
             admitted_rules=tuple(s.rules for s in admitted) if has_rules else (),
             admitted_token_ids=tuple(map(_token_ids, admitted)) if has_rules else (),
             host_rows=sampled[table.needs_output_ids[rows[sampled]]],
+            placeholders=placeholders,
             scoring=self._scoring(),
         )
 
     def _scoring(self) -> ScoringBatch | None:
         """The prompt rows whose log-probabilities are wanted and not there yet."""
-        places, next_ids, rows, counts, num_top = [], [], [], [], 0
+        places, next_ids, rows, firsts, counts, num_top = [], [], [], [], [], 0
         place = len(self._decode_rows)  # of the chunk's first token in the flat batch
         for sequence, start, size in zip(
             self._chunked, self._chunk_starts, self._chunk_sizes, strict=True
@@ -135,10 +137,10 @@ class StepBuilder:
                 first = max(start, len(record))
                 last = min(start + size, sequence.num_prompt_tokens - 1)
                 if first < last:
-                    assert first == len(record), f"{sequence.request_id}: tokens were left out"
                     places.append(np.arange(first, last) + (place - start))
                     next_ids.append(self._table.token_ids[sequence.row, first + 1 : last + 1])
                     rows.append(sequence.row)
+                    firsts.append(first)
                     counts.append(last - first)
                     num_top = max(num_top, record.num_top)
             place += size
@@ -148,6 +150,7 @@ class StepBuilder:
             places=np.concatenate(places),
             next_ids=np.concatenate(next_ids).astype(np.int64),
             rows=_int64(rows),
+            firsts=_int64(firsts),
             counts=_int64(counts),
             num_top=num_top,
         )

@@ -61,6 +61,7 @@ class StepRecovery:
                 exc_info=failure.error,
             )
             self.is_active, self._has_step_run = True, False
+            self._engine.runs_ahead = False  # how a group fared decides on the next step
             unsuspected = _without(self._engine.unfinished_sequences(), suspects)
             scheduler.hold(unsuspected)
             self._held += unsuspected
@@ -111,7 +112,7 @@ class StepRecovery:
                 scheduler.resume(self._held)
                 self._held = []
                 self._failed_alone = self._probe = None
-                self.is_active = False
+                self.is_active, self._engine.runs_ahead = False, True
 
     def _set_aside(self, sequences: list[Sequence]) -> None:
         if sequences:

@@ -31,7 +31,7 @@ _SCORED_ROWS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceLogprobsOutput:
-    """`LogprobsOutput` before it is copied: the same tensors, on the device."""
+    """`LogprobsOutput` before it is on the host, as tensors."""
 
     token_ids: torch.Tensor
     """[n, 1 + k] int32."""
@@ -40,13 +40,20 @@ class DeviceLogprobsOutput:
     ranks: torch.Tensor
     """[n] int32."""
 
-    def to_host(self) -> LogprobsOutput:
-        """A copy for the host, which waits for it."""
-        # sync: once a step, beside that for the ids
+    def start_copy(self) -> DeviceLogprobsOutput:
+        """The same in host memory, once the stream has come this far."""
+        return DeviceLogprobsOutput(
+            token_ids=_start_copy(self.token_ids),
+            logprobs=_start_copy(self.logprobs),
+            ranks=_start_copy(self.ranks),
+        )
+
+    def on_host(self) -> LogprobsOutput:
+        """Views of tensors that are in host memory."""
         return LogprobsOutput(
-            token_ids=self.token_ids.cpu().numpy(),
-            logprobs=self.logprobs.cpu().numpy(),
-            ranks=self.ranks.cpu().numpy(),
+            token_ids=self.token_ids.numpy(),
+            logprobs=self.logprobs.numpy(),
+            ranks=self.ranks.numpy(),
         )
 
 
@@ -65,7 +72,7 @@ class DrawOutput:
 
 
 class TokenSampler:
-    """Draws the tokens of each step. Owns the counts that penalties need.
+    """Draws the tokens of each step. Owns the counts that penalties need, and the last ids drawn.
 
     Args:
         max_num_seqs: rows of the tables.
@@ -86,6 +93,7 @@ class TokenSampler:
         self._vocab_size = vocab_size
         self._device = device
         self._counts: TokenCounts | None = None
+        self._last_ids = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         self._library: str | None = None
         if device.type == "cpu":
             try:
@@ -105,6 +113,15 @@ class TokenSampler:
             if rules is not None and rules.has_penalties:
                 assert token_ids is not None, f"row {row} came without its tokens"
                 self._own_counts().reset(row, token_ids[:num_prompt], token_ids[num_prompt:])
+
+    @torch.inference_mode()
+    def fill_placeholders(self, batch: InputBatch) -> None:
+        """Write what the step before drew into the inputs of a step that was packed without it."""
+        overlap = batch.overlap
+        if overlap is not None and overlap.placeholders is not None:
+            assert overlap.placeholder_rows is not None, "placeholders without rows"
+            ids = self._last_ids.index_select(0, overlap.placeholder_rows)
+            batch.input_ids.index_copy_(0, overlap.placeholders, ids)
 
     @torch.inference_mode()
     def draw(
@@ -130,6 +147,8 @@ class TokenSampler:
         sampled = sample(changed, batch.sampling, self._library)
         if batch.logits is not None and batch.logits.penalties is not None:
             self._own_counts().add(batch.logits.penalties, sampled.token_ids)
+        if batch.overlap is not None:
+            self._last_ids.index_copy_(0, batch.overlap.sampled_rows, sampled.token_ids.int())
         logprobs = prompt_logprobs = None
         if batch.logprobs_of is not None:
             wanted = batch.logprobs_of
@@ -165,21 +184,57 @@ class TokenSampler:
         return self._counts
 
 
+class OutputCopy:
+    """A step's outcome on its way to the host, which goes on meanwhile.
+
+    Args:
+        drawn: what the step drew.
+        batch: its inputs.
+    """
+
+    def __init__(self, drawn: DrawOutput, batch: InputBatch) -> None:
+        sampled = drawn.sampled
+        self._token_ids = _start_copy(torch.where(sampled.is_valid, sampled.token_ids, -1))
+        self._row_errors = drawn.row_errors
+        self._logprobs = None if drawn.logprobs is None else drawn.logprobs.start_copy()
+        self._logprobs_of = batch.logprobs_of_cpu
+        scores = drawn.prompt_logprobs
+        self._prompt_logprobs = None if scores is None else scores.start_copy()
+        self._copied: torch.cuda.Event | None = None
+        if sampled.token_ids.device.type == "cuda":
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+    def wait(self) -> StepOutput:
+        """The outcome, once it is there."""
+        if self._copied is not None:
+            self._copied.synchronize()  # sync: the one of a step: the scheduler needs the ids
+        ids = self._token_ids.numpy()
+        scores = self._prompt_logprobs
+        return StepOutput(
+            token_ids=ids,
+            is_valid=ids >= 0,
+            row_errors=self._row_errors,
+            logprobs=None if self._logprobs is None else self._logprobs.on_host(),
+            logprobs_of=self._logprobs_of,
+            prompt_logprobs=None if scores is None else scores.on_host(),
+        )
+
+
+def _start_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of its own in host memory, complete once the stream has come this far.
+
+    On a CPU the tensor itself.
+    """
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
 def to_step_output(drawn: DrawOutput, batch: InputBatch) -> StepOutput:
     """The step's outcome on the host, which waits for the device here."""
-    sampled = drawn.sampled
-    token_ids = torch.where(sampled.is_valid, sampled.token_ids, -1)
-    ids = token_ids.cpu().numpy()  # sync: the scheduler needs the ids to go on
-    if drawn.logprobs is None and drawn.prompt_logprobs is None:
-        return StepOutput(token_ids=ids, is_valid=ids >= 0, row_errors=drawn.row_errors)
-    return StepOutput(
-        token_ids=ids,
-        is_valid=ids >= 0,
-        row_errors=drawn.row_errors,
-        logprobs=None if drawn.logprobs is None else drawn.logprobs.to_host(),
-        logprobs_of=batch.logprobs_of_cpu,
-        prompt_logprobs=None if drawn.prompt_logprobs is None else drawn.prompt_logprobs.to_host(),
-    )
+    return OutputCopy(drawn, batch).wait()
 
 
 def gather_logprobs(

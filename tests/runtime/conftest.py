@@ -52,6 +52,7 @@ class StandInModel:
         self.block_size = block_size
         self.tables: dict[int, dict[int, int]] = {}
         self.slots: dict[int, int] = {}
+        self.drawn: dict[int, int] = {}
 
     def execute(
         self, batch: ScheduledBatch, *, invalid: frozenset[int] = frozenset()
@@ -63,6 +64,10 @@ class StandInModel:
         for row, index, block in zip(*(array.tolist() for array in deltas), strict=True):
             assert index == len(self.tables[row]), "a block table has a hole"
             self.tables[row][index] = block
+        token_ids = batch.token_ids.copy()
+        for place in batch.placeholders.tolist():
+            assert token_ids[place] == 0, "a placeholder has an id"
+            token_ids[place] = self.drawn[int(batch.rows[place])]
         states, written, start = [], set(), 0
         for row, computed, new in zip(
             batch.rows.tolist(),
@@ -71,7 +76,7 @@ class StandInModel:
             strict=True,
         ):
             state = self.slots[self._slot(row, computed - 1)] if computed else 0
-            for offset, token in enumerate(batch.token_ids[start : start + new].tolist()):
+            for offset, token in enumerate(token_ids[start : start + new].tolist()):
                 slot = self._slot(row, computed + offset)
                 assert slot >= self.block_size, "the null block was written"
                 assert slot not in written, "two sequences write one slot"
@@ -81,6 +86,7 @@ class StandInModel:
             start += new
         assert start == batch.num_tokens
         ids = [next_token(states[i]) for i in batch.sampled.tolist()]
+        self.drawn.update(zip(batch.rows[batch.sampled].tolist(), ids, strict=True))
         valid = [i not in invalid for i in range(len(ids))]
         return StepOutput(
             token_ids=np.array(ids, dtype=np.int64), is_valid=np.array(valid, dtype=bool)
@@ -132,7 +138,8 @@ class Bench:
         )
         self.model = StandInModel(block_size)
         self.added: list[Sequence] = []
-        self.num_steps = 0
+        self.in_flight: list[ScheduledBatch] = []
+        self.num_steps = self.num_placeholders = 0
 
     def add(
         self, prompt: list[int], max_tokens: int = 8, *, priority: int = 0, **params: object
@@ -167,7 +174,8 @@ class Bench:
         assert scheduler.num_running <= config.max_num_seqs
         assert (batch.num_new_tokens[: batch.num_decodes] == 1).all()
         assert len(set(batch.rows.tolist())) == batch.num_seqs
-        assert batch.num_seqs > 0 or not scheduler.has_unfinished
+        assert batch.num_seqs > 0 or self.in_flight or not scheduler.has_unfinished
+        assert self.in_flight or not len(batch.placeholders)
         assert batch.bucket == self.smallest_bucket(batch)
         owners = {sequence.row: sequence for sequence in scheduler.running_sequences()}
         context = batch.num_computed_tokens + batch.num_new_tokens
@@ -193,7 +201,38 @@ class Bench:
         self.num_steps += 1
         return updates
 
+    def launch(self) -> bool:
+        """Schedule a step without running it; False if that has to wait for the last one."""
+        batch = self.schedule()
+        if batch.num_seqs:
+            self.in_flight.append(batch)
+            self.num_placeholders += len(batch.placeholders)
+        return batch.num_seqs > 0
+
+    def finish(self, *, invalid: frozenset[int] = frozenset()) -> SequenceUpdates:
+        """Run the oldest step in flight and take in what it drew."""
+        batch = self.in_flight.pop(0)
+        updates = self.scheduler.update(batch, self.model.execute(batch, invalid=invalid))
+        self.scheduler.check_integrity()
+        self.num_steps += 1
+        return updates
+
+    def fail(self, batch: ScheduledBatch) -> list[Sequence]:
+        """Let a step in flight fail, and so the one after it."""
+        del self.in_flight[self.in_flight.index(batch) :]
+        sequences = self.scheduler.rollback(batch)
+        self.scheduler.check_integrity()
+        return sequences
+
+    def overlapped_step(self) -> SequenceUpdates:
+        """Schedule ahead as far as that goes, then finish one step."""
+        while len(self.in_flight) < 2 and self.launch():
+            pass
+        return self.finish()
+
     def run(self, max_steps: int = 100_000) -> None:
+        while self.in_flight:
+            self.finish()
         for _ in range(max_steps):
             if not self.scheduler.has_unfinished:
                 break

@@ -59,15 +59,20 @@ def test_every_graph_mode_gives_the_tokens_of_the_reference_backend(checkpoint, 
     assert "changed plan" not in stats["falls"]
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("version", ["0.6.18", "0.7.4"])
-def test_tokens_stay_the_same_while_sequences_are_preempted(checkpoint, monkeypatch, version):
+def test_tokens_stay_the_same_while_sequences_are_preempted(
+    checkpoint, monkeypatch, version, overlap
+):
     use_double(monkeypatch, version)
     path = checkpoint("qwen3")
     expected, _ = run(path, attention_backend="torch")
     options = {"graph_mode": "full_and_piecewise", "capture_sizes": SIZES, "num_kv_blocks": 10}
-    tokens, stats = run(path, attention_backend="flashinfer", **options)
+    options |= {"attention_backend": "flashinfer", "overlap_scheduling": overlap}
+    tokens, stats = run(path, **options)
     assert tokens == expected
     assert stats["num_preemptions"] > 0
+    assert (stats["num_steps_ahead"] > 0) == overlap
 
 
 @pytest.mark.usefixtures("on_double")

@@ -224,6 +224,7 @@ def test_scored_rows_follow_the_sampled_ones():
         places=np.array([1, 2, 4]),
         next_ids=np.array([26, 27, 32]),
         rows=np.array([1, 2]),
+        firsts=np.array([0, 0]),
         counts=np.array([2, 1]),
         num_top=3,
     )

@@ -14,9 +14,9 @@ from runtime.kv_memory import (
     cpu_kv_bytes,
     cuda_kv_bytes,
     estimated_graph_bytes,
+    largest_step,
     size_kv_pool,
 )
-from runtime.model_runner import largest_step
 from runtime.models import load_decoder_config
 from runtime.row_table import RowTable
 from runtime.staging import StagingBuffer

@@ -84,7 +84,7 @@ def test_every_stage_of_a_step_has_its_range_and_no_token_changes(
     with LLM(checkpoint("llama"), compile=compiled, nvtx=True, **options) as llm:
         assert llm.stats()["compile"]["enabled"] == compiled
         ranges, recorder = recorded()
-        llm.engine.ranges = llm.engine._runner._ranges = ranges
+        llm.engine.ranges = llm.engine._runner._ranges = llm.engine._pipeline._ranges = ranges
         outputs = llm.generate(["abc"], GREEDY, use_tqdm=False)
     assert outputs[0].outputs[0].token_ids == plain
     assert_balanced(recorder)
@@ -101,7 +101,7 @@ def test_every_stage_of_a_step_has_its_range_and_no_token_changes(
 def test_ranges_are_closed_when_a_step_raises(checkpoint, compiled_once, compiled, monkeypatch):
     with LLM(checkpoint("llama"), compile=compiled, nvtx=True, **SIZES) as llm:
         ranges, recorder = recorded()
-        llm.engine.ranges = llm.engine._runner._ranges = ranges
+        llm.engine.ranges = llm.engine._runner._ranges = llm.engine._pipeline._ranges = ranges
         with monkeypatch.context() as patch:
             patch.setattr(type(llm.engine._runner._backend), "run", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
@@ -121,7 +121,7 @@ def test_a_step_under_graphs_that_raises_closes_its_ranges_and_is_run_again(
     with LLM(checkpoint("llama"), nvtx=True, **SIZES, **options) as llm:
         ranges, recorder = recorded()
         engine = llm.engine
-        engine.ranges = engine._runner._ranges = ranges
+        engine.ranges = engine._runner._ranges = engine._pipeline._ranges = ranges
         sequence = engine.add_request([1, 2, 3], GREEDY)
         with monkeypatch.context() as patch:
             patch.setattr(engine._runner._graphs, stage, lambda *_: 1 / 0)

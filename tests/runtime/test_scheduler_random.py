@@ -42,6 +42,7 @@ def random_traffic(  # noqa: C901
     class RandomTraffic(RuleBasedStateMachine):
         num_operations = 0
         """Of all runs: each is followed by a check of the whole state."""
+        num_placeholders = 0
 
         @initialize(
             block_size=st.sampled_from([1, 2, 16]),
@@ -149,6 +150,7 @@ def random_traffic(  # noqa: C901
             if not hasattr(self, "bench"):
                 return
             self.bench.run()
+            type(self).num_placeholders += self.bench.num_placeholders
             for sequence in self.bench.added:
                 assert sequence.is_finished
                 self.bench.output(sequence)
@@ -168,15 +170,63 @@ def test_random_traffic_with_buckets_fitting_and_latency_targets(make_bench):
     run(random_traffic(make_bench, None, sized=True))
 
 
-def run(machine: type[RuleBasedStateMachine]) -> None:
+def overlapped_traffic(make_bench, content_hash) -> type[RuleBasedStateMachine]:  # noqa: C901
+    """As `random_traffic`, with up to two steps in flight, which end when it pleases chance."""
+
+    class OverlappedTraffic(random_traffic(make_bench, content_hash, sized=content_hash is None)):
+        @precondition(lambda self: self.bench.scheduler.has_unfinished)
+        @rule(count=st.integers(1, 12))
+        def step(self, count):
+            for _ in range(count):
+                if self.bench.scheduler.has_unfinished:
+                    self.bench.overlapped_step()
+
+        @precondition(lambda self: self.bench.scheduler.has_unfinished)
+        @rule()
+        def launch(self):
+            if len(self.bench.in_flight) < 2:
+                self.bench.launch()
+
+        @precondition(lambda self: self.bench.in_flight)
+        @rule(data=st.data())
+        def step_with_aborts_and_a_nan_row(self, data):
+            bench = self.bench
+            unfinished = [s for s in bench.added if not s.is_finished]
+            if unfinished:
+                for sequence in data.draw(st.lists(st.sampled_from(unfinished), max_size=2)):
+                    bench.scheduler.abort(sequence)
+                    bench.scheduler.check_integrity()
+            bench.finish(invalid=frozenset(data.draw(st.sets(st.integers(0, 8), max_size=1))))
+
+        @precondition(lambda self: self.bench.in_flight)
+        @rule(which=st.integers(0, 1), abort_first=st.booleans())
+        def step_that_fails(self, which, abort_first):
+            bench = self.bench
+            if abort_first and (running := bench.scheduler.running_sequences()):
+                bench.scheduler.abort(running[0])
+            bench.fail(bench.in_flight[min(which, len(bench.in_flight) - 1)])
+
+    return OverlappedTraffic
+
+
+@pytest.mark.parametrize("content_hash", [None, lambda content: 7], ids=["xxh3", "constant"])
+def test_random_traffic_with_steps_in_flight_keeps_every_slot_and_every_token_right(
+    make_bench, content_hash
+):
+    machine = overlapped_traffic(make_bench, content_hash)
+    run(machine, max_examples=MAX_EXAMPLES // 2)
+    assert machine.num_placeholders > 500
+
+
+def run(machine: type[RuleBasedStateMachine], *, max_examples: int = MAX_EXAMPLES) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=MAX_EXAMPLES,
+            max_examples=max_examples,
             stateful_step_count=100,
             deadline=None,
             suppress_health_check=list(HealthCheck),
             derandomize=True,
         ),
     )
-    assert machine.num_operations >= 10_000
+    assert machine.num_operations >= 60 * max_examples

@@ -45,19 +45,28 @@ async def ids_of(stream):
 
 def break_stage(monkeypatch, engine, stage, is_broken):
     """Raise in `stage` of each step for which `is_broken(request ids of the step)`."""
-    runner, current = engine._runner, []
-    execute = runner.execute
+    runner, current, names = engine._runner, [], {}
+    run_forward = runner._run_forward
 
-    def execute_noted(scheduled):
-        sequences = engine.scheduler._table.sequences_at(scheduled.rows)
-        current[:] = [sequence.request_id for sequence in sequences]
-        return execute(scheduled)
+    def noting(function):
+        def call(scheduled):
+            sequences = engine.scheduler._table.sequences_at(scheduled.rows)
+            names[scheduled.step] = [sequence.request_id for sequence in sequences]
+            return function(scheduled)
+
+        return call
+
+    def run_forward_noted(batch, scheduled, graphs):
+        current[:] = names[scheduled.step]  # of this stage and of all after it
+        return run_forward(batch, scheduled, graphs)
 
     def breaking(function):
         def call(*args, **kwargs):
             before = stage in ("apply", "admit")
             result = None if before else function(*args, **kwargs)
-            if is_broken(list(current)):
+            step = getattr(args[-1], "step", None) if stage in ("apply", "admit") else None
+            step = args[1].step if stage == "pack" else step
+            if is_broken(list(current if step is None else names[step])):
                 raise Broken(stage)
             return function(*args, **kwargs) if before else result
 
@@ -72,7 +81,9 @@ def break_stage(monkeypatch, engine, stage, is_broken):
         "logits": (runner._model, "compute_logits"),
         "sample": (runner._sampler, "draw"),
     }[stage]
-    monkeypatch.setattr(runner, "execute", execute_noted)
+    for entry in ("execute", "launch"):
+        monkeypatch.setattr(runner, entry, noting(getattr(runner, entry)))
+    monkeypatch.setattr(runner, "_run_forward", run_forward_noted)
     monkeypatch.setattr(owner, name, breaking(getattr(owner, name)))
 
 
@@ -93,9 +104,14 @@ def expected(checkpoint):
     return {name: o.outputs[0].token_ids for name, o in zip(PROMPTS, outputs, strict=True)}
 
 
-@pytest.fixture
-def llm(checkpoint):
-    llm = AsyncLLM(checkpoint("llama"), max_model_len=256, max_num_batched_tokens=64)
+@pytest.fixture(params=[False, True], ids=["one by one", "overlapped"])
+def llm(checkpoint, request):
+    llm = AsyncLLM(
+        checkpoint("llama"),
+        max_model_len=256,
+        max_num_batched_tokens=64,
+        overlap_scheduling=request.param,
+    )
     yield llm
     run(llm.shutdown(drain=False))
 
@@ -128,13 +144,16 @@ async def check_clean(llm):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_step_that_fails_once_ends_nobody(llm, expected, monkeypatch, stage):
-    fails = iter([False, False, True, False, True])
+    fails = iter([False, False, True, False, False, False, True])
     break_stage(monkeypatch, llm._llm.engine, stage, lambda names: next(fails, False))
 
     async def main():
         assert await generate_all(llm) == expected
         await check_clean(llm)
-        assert llm.metrics().num_failed_steps == 2
+        num_failed = llm.metrics().num_failed_steps
+        # The second failure may hit a step that is dropped with the first one.
+        overlaps = llm._llm.engine.config.overlap_scheduling
+        assert num_failed == 2 or (overlaps and num_failed == 1)
 
     run(main())
 
@@ -166,7 +185,7 @@ def test_a_request_that_breaks_late_keeps_what_was_read(llm, expected, monkeypat
             return False
         row = engine._sequences["r2"].row
         table = engine.scheduler._table
-        return row >= 0 and table.num_tokens[row] == len(PROMPTS["r2"]) + 3
+        return row >= 0 and table.num_tokens[row] >= len(PROMPTS["r2"]) + 3
 
     break_stage(monkeypatch, engine, "forward", is_broken)
 
@@ -178,7 +197,9 @@ def test_a_request_that_breaks_late_keeps_what_was_read(llm, expected, monkeypat
         with pytest.raises(StepFailedError):
             async for output in streams.pop("r2"):
                 tokens = output.outputs[0].token_ids
-        assert tokens == expected["r2"][:3]
+        overlaps = engine.config.overlap_scheduling  # then ids come in after the next launch
+        assert len(tokens) == 3 or (overlaps and 3 < len(tokens) <= 5)
+        assert tokens == expected["r2"][: len(tokens)]
         for name, stream in streams.items():
             assert await ids_of(stream) == expected[name]
         await check_clean(llm)

@@ -62,6 +62,16 @@ class PagedKVCache:
         """Blocks of the cache, the null block included."""
         return self.keys[0].shape[0]
 
+    def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Give `targets` what `sources` hold, in every layer. The host doesn't wait for it.
+
+        Args:
+            sources: [n] int64 block ids, on the cache's device.
+            targets: [n] int64, all different, and none of them among `sources`.
+        """
+        for blocks in (*self.keys, *self.values):
+            blocks.index_copy_(0, targets, blocks.index_select(0, sources))
+
 
 def write_kv(
     key: torch.Tensor,

@@ -60,8 +60,8 @@ class AsyncLLM:
 
     Args:
         model: as for `LLM`.
-        max_waiting: most requests that wait, beyond those that the next step can start; None: any
-            number. A request beyond it is refused with QueueFullError.
+        max_waiting: most requests that wait, beyond those that the next step can start; one with n
+            streams counts n times; None: any number. One more is refused with QueueFullError.
         config: fields of `EngineConfig`.
 
     Raises:

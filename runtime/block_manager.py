@@ -236,6 +236,10 @@ class BlockManager:
         return token_ids[start : start + self.block_size].tobytes() + extra_key
 
     def _register_block(self, block: Block, key: tuple[int, int], content: bytes, step: int) -> int:
+        if block.uid != UNREGISTERED:
+            # Under a parent that was forgotten since, where nobody can find it: siblings share
+            # blocks, and each registers them under what it finds now.
+            self._forget(block)
         self._last_uid += 1
         block.uid = self._last_uid
         block.key = key

@@ -31,6 +31,7 @@ from .sampling_params import SamplingParams
 from .scheduler import Scheduler
 from .scheduler_config import SchedulerConfig
 from .sequence import Sequence
+from .siblings import make_streams
 from .step import ScheduledBatch, SequenceUpdates, StepFailure, StepOutput
 from .step_cost import MeasuredCost, estimated_cost
 from .tokenizer import Tokenizer, load_end_token_ids
@@ -107,10 +108,11 @@ class Engine:
         )
         self.runs_ahead = True
         """False: under overlap_scheduling too no step is launched while another is in flight."""
-        self._sequences: dict[str, Sequence] = {}
-        self._watched_texts: dict[str, OutputText] = {}  # of requests with stop strings
+        self._sequences: dict[str, Sequence] = {}  # the first of each unfinished request
+        self._num_unfinished = 0  # sequences
+        self._watched_texts: dict[Sequence, OutputText] = {}  # of requests with stop strings
         self._last_rules: tuple[SamplingParams, LogitsRules | None] | None = None
-        self._num_requests = 0
+        self._num_requests = self._num_arrivals = 0  # the second counts sequences
         self._seeds = random.Random(self.config.seed)
 
     @property
@@ -172,6 +174,9 @@ class Engine:
             arrival_time: seconds of time.monotonic(); None: now.
             cache_salt: only requests with the same one share cached blocks.
 
+        Returns:
+            The request's first sequence, whose `streams` are all `params.n`.
+
         Raises:
             InvalidRequestError, TypeError: nothing was queued.
         """
@@ -195,14 +200,14 @@ class Engine:
             raise InvalidRequestError(
                 f"request_id={request_id!r} is in use by an unfinished request; give another"
             )
-        sequence = Sequence(
+        first = Sequence(
             request_id=request_id,
             token_ids=ids,
             num_prompt_tokens=len(ids),
             params=params,
             seed=self._seeds.getrandbits(64) if params.seed is None else params.seed % 2**64,
             max_total_tokens=len(ids) + params.max_tokens,
-            arrival_index=self._num_requests,
+            arrival_index=self._num_arrivals,
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
             priority=priority,
             extra_key=b"" if cache_salt is None else cache_salt.encode("utf-8", "surrogatepass"),
@@ -210,12 +215,15 @@ class Engine:
             logprobs=logprobs,
             prompt_logprobs=self._new_record("prompt_logprobs", params.prompt_logprobs),
         )
-        self.scheduler.add(sequence)
-        self._sequences[request_id] = sequence
-        if params.stop and self.outputs is not None:
-            self._watched_texts[request_id] = self.outputs.text(params)
+        for sequence in make_streams(first):
+            self.scheduler.add(sequence)
+            if params.stop and self.outputs is not None:
+                self._watched_texts[sequence] = self.outputs.text(params)
+        self._sequences[request_id] = first
         self._num_requests += 1
-        return sequence
+        self._num_arrivals += params.n
+        self._num_unfinished += params.n
+        return first
 
     def step(self) -> SequenceUpdates:
         """Schedule one batch, run it, and take in its tokens.
@@ -253,8 +261,7 @@ class Engine:
         self.counters.num_output_tokens += len(updates.sequences)
         self._recorder.observe(updates)
         for sequence in updates.finished:
-            del self._sequences[sequence.request_id]
-            self._watched_texts.pop(sequence.request_id, None)
+            self._forget(sequence)
         if self.on_step is not None:
             self.on_step(scheduled)
         return updates
@@ -270,7 +277,7 @@ class Engine:
         """End the sequences whose text got a stop string; those that had not ended already."""
         stopped = []
         for sequence, token_id in zip(updates.sequences, updates.token_ids, strict=True):
-            text = self._watched_texts.get(sequence.request_id)
+            text = self._watched_texts.get(sequence)
             if text is None:
                 continue
             text.push([int(token_id)], is_ended_by_token=sequence.is_ended_by_token)
@@ -287,17 +294,30 @@ class Engine:
         reason: FinishReason = "abort",
         error: Exception | None = None,
     ) -> Sequence | None:
-        """End a request, for `error` if one is given; None if no such request is unfinished."""
-        sequence = self._sequences.pop(request_id, None)
-        self._watched_texts.pop(request_id, None)
-        if sequence is not None:
-            self.scheduler.abort(sequence, reason, error)
-            self._recorder.observe_end(sequence)
-        return sequence
+        """End a request, all of its sequences, for `error` if one is given.
+
+        Returns:
+            Its first sequence; None if no such request is unfinished.
+        """
+        first = self._sequences.get(request_id)
+        for sequence in () if first is None else first.streams:
+            if not sequence.is_finished:
+                self.scheduler.abort(sequence, reason, error)
+                self._recorder.observe_end(sequence)
+                self._forget(sequence)
+        return first
+
+    def _forget(self, sequence: Sequence) -> None:
+        """It has ended."""
+        self._num_unfinished -= 1
+        self._watched_texts.pop(sequence, None)
+        if all(stream.is_finished for stream in sequence.streams):
+            self._sequences.pop(sequence.request_id, None)
 
     def unfinished_sequences(self) -> list[Sequence]:
         """All sequences that have not ended, in order of arrival."""
-        return list(self._sequences.values())
+        firsts = self._sequences.values()
+        return [s for first in firsts for s in first.streams if not s.is_finished]
 
     def reset_prefix_cache(self) -> None:
         """Forget the K/V of past prompts and outputs; running sequences keep their own."""
@@ -307,7 +327,7 @@ class Engine:
         """What was done so far. Any thread may ask; while a step runs, some of the numbers may
         have it counted already and others not."""
         return self._recorder.snapshot(
-            self.scheduler, self._blocks, self.counters, num_unfinished=len(self._sequences)
+            self.scheduler, self._blocks, self.counters, num_unfinished=self._num_unfinished
         )
 
     def stats(self) -> dict[str, Any]:

@@ -46,8 +46,8 @@ class EngineThread:
 
     Args:
         engine: unused so far.
-        max_waiting: most requests that wait beyond those that the next step can start; None: any
-            number.
+        max_waiting: most requests that wait beyond those that the next step can start, each counted
+            as its n streams; None: any number.
     """
 
     def __init__(self, engine: Engine, *, max_waiting: int | None = None) -> None:
@@ -56,8 +56,9 @@ class EngineThread:
         self._recovery = StepRecovery(engine)
         # Unlike a lock, its put may be called while garbage is collected.
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # guards the next three, which all threads use
+        self._lock = threading.Lock()  # guards the next four, which all threads use
         self._open: dict[str, Submission] = {}
+        self._num_open = 0  # streams of these
         self._end: EngineDeadError | None = None
         self._has_stopped = False  # nobody reads the inbox any more
         self._num_startable = engine.config.max_num_seqs
@@ -93,13 +94,15 @@ class EngineThread:
                     f"request_id={submission.request_id!r} is in use by an unfinished request; "
                     f"give another"
                 )
-            limit, num_waiting = self._max_waiting, len(self._open) - self._num_startable
+            limit, num_waiting = self._max_waiting, self._num_open - self._num_startable
             if limit is not None and num_waiting >= limit:
                 raise QueueFullError(
                     f"{num_waiting} requests wait and max_waiting={limit} allows no more; try "
                     f"again later, or make the engine with a larger max_waiting"
                 )
             self._open[submission.request_id] = submission
+            submission.num_open = submission.params.n
+            self._num_open += submission.num_open
 
     def find(self, request_id: str) -> Submission | None:
         """The unfinished request of that id."""
@@ -112,7 +115,7 @@ class EngineThread:
 
     def fail(self, submission: Submission, error: Exception) -> None:
         """End a request that was opened and is not queued."""
-        self._close([submission])
+        self._close([(submission, submission.params.n)])
         submission.outbox.post(StepNews(failed=[(submission, error)]))
         self._inbox.put(lambda: None)  # a drain may have waited for it
 
@@ -173,10 +176,15 @@ class EngineThread:
         error.__cause__ = None if self._end is None else self._end.__cause__
         return error
 
-    def _close(self, submissions: Iterable[Submission]) -> None:
+    def _close(self, ends: Iterable[tuple[Submission, int]]) -> None:
+        """So many streams of each request have ended; one that has none left is closed."""
         with self._lock:
-            for submission in submissions:
-                if self._open.get(submission.request_id) is submission:
+            for submission, num_ended in ends:
+                num_ended = min(num_ended, submission.num_open)
+                submission.num_open -= num_ended
+                self._num_open -= num_ended
+                is_open = self._open.get(submission.request_id) is submission
+                if is_open and submission.num_open == 0:
                     del self._open[submission.request_id]
 
     def _stop_at_exit(self) -> None:
@@ -273,10 +281,10 @@ class EngineThread:
             self.fail(submission, error)
             return
         submission.prompt, submission.live = None, outputs.start(prompt, sequence)
-        self._submissions[sequence] = submission
+        self._submissions.update(dict.fromkeys(sequence.streams, submission))
         self._next_deadline = min(self._next_deadline, submission.deadline)
         if self._recovery.is_active:
-            self._recovery.hold(sequence)
+            self._recovery.hold(sequence.streams)
         if submission.is_cancelled:
             self._end_request(submission)
 
@@ -284,7 +292,7 @@ class EngineThread:
         now = time.monotonic()
         if now < self._next_deadline:
             return
-        for submission in list(self._submissions.values()):
+        for submission in dict.fromkeys(self._submissions.values()):
             if now >= submission.deadline:
                 seconds = submission.deadline - submission.arrival_time
                 error = f"request {submission.request_id} has reached its deadline of {seconds:g} s"
@@ -294,14 +302,17 @@ class EngineThread:
 
     def _end_request(self, submission: Submission, error: Exception | None = None) -> None:
         """End what has not ended of a request, for the caller or for `error`."""
-        ended = []
-        for sequence in submission.live.sequences if submission.live is not None else ():
-            if self._submissions.pop(sequence, None) is not None:
-                self._engine.abort(submission.request_id, error=error)
-                ended.append((submission, sequence))
+        ended = self._take_out(submission)
         if ended:
-            self._close([submission])
+            self._engine.abort(submission.request_id, error=error)
+            self._close([(submission, len(ended))])
             submission.outbox.post(StepNews(ended=ended))
+
+    def _take_out(self, submission: Submission) -> list[tuple[Submission, Sequence]]:
+        """Forget a request's streams; those that had not ended yet."""
+        live = submission.live
+        streams = () if live is None else live.sequences
+        return [(submission, s) for s in streams if self._submissions.pop(s, None) is not None]
 
     # -- the engine thread: steps -----------------------------------------------------------------
 
@@ -320,7 +331,9 @@ class EngineThread:
         )
         error.__cause__ = outcome.error
         self._engine.abort(sequence.request_id, reason="error", error=error)
-        self.fail(self._submissions.pop(sequence), error)
+        submission = self._submissions[sequence]
+        self._take_out(submission)
+        self.fail(submission, error)
 
     def _deliver(self, updates: SequenceUpdates) -> None:
         submissions = [*map(self._submissions.get, updates.sequences)]
@@ -329,7 +342,7 @@ class EngineThread:
             submission = self._submissions.pop(sequence, None)
             if submission is not None:
                 ended.append((submission, sequence))
-        self._close(submission for submission, _ in ended)
+        self._close((submission, 1) for submission, _ in ended)
         news = StepNews(
             submissions=submissions,
             sequences=updates.sequences,
@@ -340,6 +353,6 @@ class EngineThread:
         outboxes.update(submission.outbox for submission, _ in ended)
         for outbox in outboxes:
             if not outbox.post(news):
-                for submission in list(self._submissions.values()):
+                for submission in dict.fromkeys(self._submissions.values()):
                     if submission.outbox is outbox:
                         self._end_request(submission)

@@ -56,6 +56,8 @@ class InputBatch:
     """[num_scored] int64, device; the tokens that are scored; None: there are none."""
     num_scored_logprobs: int
     """Most likeliest tokens that one of them wants."""
+    block_copies: torch.Tensor | None
+    """[2, c] int64, device; blocks to copy and where to, before the forward; None: none."""
     overlap: OverlapBatch | None
     """What the steps before and after have to do with it; None: steps don't overlap."""
 
@@ -138,6 +140,7 @@ def pack(table: RowTable, scheduled: ScheduledBatch, staging: StagingBuffer) -> 
         num_logprobs=extras.num_logprobs,
         scored_ids=device.get("scored_ids"),
         num_scored_logprobs=0 if scheduled.scoring is None else scheduled.scoring.num_top,
+        block_copies=device.get("block_copies"),
         overlap=_overlap_batch(device),
     )
 
@@ -181,6 +184,8 @@ class _Extras:
         if scheduled.scoring is not None:
             self.num_scored = len(scheduled.scoring.places)
             self.arrays["scored_ids"] = scheduled.scoring.next_ids
+        if scheduled.block_copies.size:
+            self.arrays["block_copies"] = scheduled.block_copies
         if table.keeps_drawn:
             self.arrays["sampled_rows"] = sampled_rows
         if len(scheduled.placeholders):

@@ -73,6 +73,7 @@ class LiveRequest:
         }
         self._token_text = token_text
         self._prompt_ids: list[int] | None = None
+        self._has_prompt_logprobs = False
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self._num_unended = len(self._growths)
         self._has_news = False
@@ -142,14 +143,22 @@ class LiveRequest:
         prompt_logprobs = None if is_delta else self._prompt_logprobs
         if self._prompt_ids is None:
             self._prompt_ids = sequence.token_ids[: sequence.num_prompt_tokens].tolist()
-            if sequence.prompt_logprobs is not None:
-                prompt_logprobs = [None, *sequence.prompt_logprobs.as_dicts(self._token_text)]
+        record = sequence.prompt_logprobs
+        if record is not None and not self._has_prompt_logprobs:
+            # After a step that failed, another stream may come before the one that computes them.
+            is_whole = len(record) >= sequence.num_prompt_tokens - 1
+            if is_whole or news[0].is_ended:
+                prompt_logprobs = [None, *record.as_dicts(self._token_text)]
+                self._has_prompt_logprobs = True
                 self._prompt_logprobs = None if is_delta else prompt_logprobs
         outputs = []
         for index, new in enumerate(news):
             if new.token_ids or new.is_ended or not is_delta:
                 outputs.append(self._completion(index, new, is_delta=is_delta))
         finished = all(new.is_ended for new in news)
+        streams = self.sequences
+        first_times = [s.first_token_time for s in streams if s.first_token_time is not None]
+        end_times = [s.finish_time for s in streams if s.finish_time is not None]
         return RequestOutput(
             request_id=sequence.request_id,
             prompt_index=self._prompt_index,
@@ -160,9 +169,9 @@ class LiveRequest:
             num_cached_tokens=sequence.num_cached_tokens,
             metrics=RequestMetrics(
                 arrival_time=sequence.arrival_time,
-                first_token_time=sequence.first_token_time,
-                finish_time=sequence.finish_time if finished else None,
-                num_preemptions=sequence.num_preemptions,
+                first_token_time=min(first_times, default=None),
+                finish_time=max(end_times) if finished else None,
+                num_preemptions=sum(stream.num_preemptions for stream in streams),
             ),
             prompt_logprobs=prompt_logprobs,
         )

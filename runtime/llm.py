@@ -107,9 +107,9 @@ class LLM:
                 first; None: 0, the only one under other policies.
 
         Returns:
-            One output per prompt, in the order of the prompts. A sequence whose logits became
-            NaN, or whose own logits processor failed, ends with finish_reason "error" and leaves
-            the others alone.
+            One output per prompt, in the order of the prompts, with `SamplingParams.n` streams. A
+            stream whose logits became NaN, or whose own logits processor failed, ends with
+            finish_reason "error" and leaves all others alone.
 
         Raises:
             InvalidRequestError: a prompt can't be served; its place is named, none was queued.
@@ -221,7 +221,8 @@ class LLM:
                 there was of it.
         """
         params = one_sampling_params(sampling_params)
-        for name, off in (("logprobs", None), ("prompt_logprobs", None), ("detokenize", True)):
+        offs = {"logprobs": None, "prompt_logprobs": None, "detokenize": True, "n": 1}
+        for name, off in offs.items():
             if (value := getattr(params, name)) != off:
                 raise InvalidRequestError(
                     f"{name}={value!r} has no place in a stream of text; use chat"
@@ -291,7 +292,7 @@ class LLM:
         try:
             with (
                 deferred_interrupts() as raise_if_interrupted,
-                Progress(len(prompts), engine.counters, enabled=use_tqdm) as progress,
+                Progress(sum(p.n for p in params), engine.counters, enabled=use_tqdm) as progress,
             ):
                 for index, prompt in enumerate(prompts):
                     sequences.append(
@@ -303,10 +304,11 @@ class LLM:
                             cache_salt=prompt.cache_salt,
                         )
                     )
-                num_left, mine = len(sequences), set(map(id, sequences))
+                mine = {stream for sequence in sequences for stream in sequence.streams}
+                num_left = len(mine)
                 while num_left:
                     raise_if_interrupted()
-                    num_finished = sum(id(s) in mine for s in self._step().finished)
+                    num_finished = sum(s in mine for s in self._step().finished)
                     num_left -= num_finished
                     progress.update(num_finished)
         finally:
@@ -349,7 +351,8 @@ class LLM:
                     cache_salt=prompt.cache_salt,
                 )
                 sequences.append(sequence)
-                self._streamed[sequence] = self._outputs.start(prompt, sequence, prompt_index=index)
+                live = self._outputs.start(prompt, sequence, prompt_index=index)
+                self._streamed.update(dict.fromkeys(sequence.streams, live))
             unfinished = [self._streamed[sequence] for sequence in sequences]
             while unfinished:
                 for live in unfinished:
@@ -365,7 +368,8 @@ class LLM:
         finally:
             for sequence in sequences:
                 engine.abort(sequence.request_id)
-                self._streamed.pop(sequence, None)
+                for stream in sequence.streams:
+                    self._streamed.pop(stream, None)
 
     def _pieces(
         self,

@@ -130,7 +130,8 @@ class MetricsRecorder:
         times = [(s.first_token_time, s.arrival_time) for s in sequences]
         self.time_to_first_token.add([end - start for end, start in times if end is not None])
         for sequence in sequences:
-            if sequence.prompt_logprobs is None:  # else its prompt is not looked up
+            # One with prompt_logprobs looks nothing up, and siblings share what the first one has.
+            if sequence.prompt_logprobs is None and sequence.index == 0:
                 self.num_tokens_looked_up += sequence.num_prompt_tokens
                 self.num_cached_tokens += sequence.num_cached_tokens
 

@@ -31,11 +31,17 @@ class OutputBuilder:
     def start(
         self, prompt: EncodedPrompt, sequence: Sequence, *, prompt_index: int = 0
     ) -> LiveRequest:
-        """The output of a request that was just queued, to be fed while it grows."""
+        """The output of a request that was just queued, to be fed while it grows.
+
+        Args:
+            prompt: its prompt.
+            sequence: the first of its streams.
+            prompt_index: the prompt's place in its call.
+        """
         return LiveRequest(
             prompt.text,
-            [sequence],
-            [self.text(sequence.params)],
+            sequence.streams,
+            [self.text(sequence.params) for _ in sequence.streams],
             token_text=self._token_text if sequence.params.detokenize else None,
             prompt_index=prompt_index,
         )
@@ -45,8 +51,9 @@ class OutputBuilder:
     ) -> RequestOutput:
         """The whole output of a finished request."""
         live = self.start(prompt, sequence, prompt_index=prompt_index)
-        live.extend(sequence, sequence.output_token_ids)
-        live.end(sequence)
+        for stream in sequence.streams:
+            live.extend(stream, stream.output_token_ids)
+            live.end(stream)
         return live.take()
 
     def _token_text(self, token_id: int) -> str:

@@ -56,11 +56,11 @@ class RequestMetrics:
     arrival_time: float
     """When the request was handed in."""
     first_token_time: float | None
-    """When its first token was known; None if there was none."""
+    """When its first token was known, of any stream; None if there was none."""
     finish_time: float | None
-    """When it ended; None if it hasn't."""
+    """When it ended, all of it; None if it hasn't."""
     num_preemptions: int
-    """How often it lost its blocks and was computed again."""
+    """How often it, or one of its streams, lost its blocks and was computed again."""
 
     @property
     def time_to_first_token(self) -> float | None:
@@ -81,7 +81,8 @@ class RequestOutput:
     prompt_token_ids: list[int]
     """What the model saw."""
     outputs: list[CompletionOutput]
-    """The generated streams."""
+    """The generated streams by index, as many as `SamplingParams.n` says; under output_kind DELTA
+    those with something new. One may end before the others, also by an error, which is its own."""
     finished: bool
     """True if nothing will follow."""
     num_cached_tokens: int
@@ -91,7 +92,7 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """For each of `prompt_token_ids`: itself and the likeliest tokens, by id; None for the first,
     which nothing predicts; fewer if the request ended before its first token. Under output_kind
-    DELTA in the first output only. None if none were asked for."""
+    DELTA in one output only, mostly the first. None if none were asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

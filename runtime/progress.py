@@ -10,15 +10,15 @@ from .metrics import EngineCounters
 
 
 class Progress:
-    """Shows finished requests, prompt tokens/s and output tokens/s; use as a context manager."""
+    """Shows finished outputs, prompt tokens/s and output tokens/s; use as a context manager."""
 
-    def __init__(self, num_requests: int, counters: EngineCounters, *, enabled: bool) -> None:
+    def __init__(self, num_outputs: int, counters: EngineCounters, *, enabled: bool) -> None:
         self._counters = counters
         self._start = time.monotonic()
         self._num_prompt_tokens = counters.num_prompt_tokens
         self._num_output_tokens = counters.num_output_tokens
         self._bar = tqdm(
-            total=num_requests, unit="request", desc="generate", disable=not enabled, leave=True
+            total=num_outputs, unit="output", desc="generate", disable=not enabled, leave=True
         )
 
     def __enter__(self) -> Progress:

@@ -20,6 +20,7 @@ _MAX_INT32 = 2**31 - 1
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 _MAX_ENTRIES = 1024
 _MAX_ALLOWED_IDS = 2**20
+_MAX_STREAMS = 2**14
 
 LogitsProcessor: TypeAlias = "Callable[[list[int], torch.Tensor], torch.Tensor]"
 """A function of the caller's: (ids generated so far, [vocab] float32 logits) to [vocab] logits.
@@ -55,7 +56,9 @@ class SamplingParams:
     """
 
     n: int = 1
-    """Streams per prompt. Only 1 is supported: for more, send the prompt as often."""
+    """1 to 16384: outputs per prompt, the `outputs` of a `RequestOutput` in order. They share the
+    prompt's K/V. Output 0 draws with `seed`, the others with a hash of it and their index. Above 1
+    needs a temperature above 0, as in vLLM. It may exceed max_num_seqs: the rest waits."""
 
     temperature: float = 1.0
     """0 to 3.4e38; logits are divided by it. 0 is exactly greedy, whatever the filters say."""
@@ -179,7 +182,7 @@ class SamplingParams:
     def _numbers(self) -> dict[str, object]:
         number, integer = checks.number, checks.integer
         found: dict[str, object] = {
-            "n": integer("n", self.n, 1, None),
+            "n": integer("n", self.n, 1, _MAX_STREAMS),
             "temperature": number("temperature", self.temperature, 0.0, _MAX_FLOAT32),
             "top_k": max(integer("top_k", self.top_k, -1, _MAX_INT32), 0),
             "top_p": number("top_p", self.top_p, 0.0, 1.0, above_minimum=True),
@@ -192,9 +195,10 @@ class SamplingParams:
             "max_tokens": integer("max_tokens", self.max_tokens, 1, None),
             "min_tokens": integer("min_tokens", self.min_tokens, 0, _MAX_INT32),
         }
-        if found["n"] != 1:
+        if found["n"] != 1 and found["temperature"] == 0:
             raise InvalidRequestError(
-                f"n={self.n} is not supported: give n=1, and send the prompt {self.n} times"
+                f"n={self.n} with temperature=0 would give {self.n} equal outputs: give n=1, or a "
+                "temperature above 0"
             )
         for name, minimum, maximum in (
             ("seed", -(2**63), 2**64 - 1),

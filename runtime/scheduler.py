@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from .block import Block
 from .block_manager import BlockManager
 from .budget_policy import BudgetPolicy
 from .logprobs import record_logprobs
@@ -16,6 +15,7 @@ from .outputs import FinishReason
 from .scheduler_config import SchedulerConfig
 from .sequence import Sequence, SequenceStatus
 from .sequence_table import SequenceTable
+from .siblings import ComputedPrefix, computed_prefix
 from .step import LateIdsBatch, ScheduledBatch, SequenceUpdates, StepOutput
 from .step_builder import StepBuilder
 from .step_cost import StepCost
@@ -57,8 +57,7 @@ class Scheduler:
         self.sizing = BudgetPolicy(config, step_cost)
         self._blocks = block_manager
         self._clock = clock
-        self._by_priority = config.policy == "priority"
-        self._waiting = WaitingQueue(by_priority=self._by_priority)
+        self._waiting = WaitingQueue(by_priority=config.policy == "priority")
         self._table = SequenceTable(config.max_num_seqs, config.max_model_len)
         self._prefilling: list[Sequence] = []  # by precedence
         self._decoding: list[Sequence] = []  # by completion of the prompt
@@ -179,6 +178,7 @@ class Scheduler:
             self._decode_rows = None
             gone = set(completed)
             self._prefilling = [s for s in self._prefilling if s not in gone]
+            self._waiting.note_complete(completed)
         return scheduled
 
     def _schedule_decodes(self, step: StepBuilder) -> bool:
@@ -218,34 +218,36 @@ class Scheduler:
 
     def _admit(self, step: StepBuilder) -> None:
         manager, reserved = self._blocks, self._reserved_blocks()
-        while step.budget > 0 and (hits := self._next_admission(reserved)) is not None:
+        while step.budget > 0 and (prefix := self._next_admission(reserved)) is not None:
             sequence = self._waiting.pop()
             num_blocks = manager.blocks_for(len(sequence.token_ids))
-            manager.claim(sequence, hits)
-            num_cached = len(hits) * manager.block_size
+            manager.claim(sequence, prefix.blocks)
             if sequence.admission_index < 0:
-                sequence.num_cached_tokens = num_cached
+                sequence.num_cached_tokens = prefix.num_tokens
             sequence.admission_index = self._num_admissions
             self._num_admissions += 1
-            self._table.admit(sequence, num_cached)
+            self._table.admit(sequence, len(prefix.blocks) * manager.block_size)
             bisect.insort(self._prefilling, sequence, key=self._waiting.precedence)
             step.add_admission(sequence)
-            step.add_blocks(sequence, 0)
+            if prefix.copied is not None:
+                self._grow(step, sequence, 1)
+                step.add_copy(prefix.copied, sequence.blocks[-1])
+                self._table.num_computed[sequence.row] = prefix.num_tokens
             self._schedule_chunk(step, sequence, may_be_last=True)
             reserved += num_blocks - len(sequence.blocks)
 
-    def _next_admission(self, reserved: int) -> list[Block] | None:
-        """The cached blocks of the first waiting sequence; None if none can be admitted now."""
+    def _next_admission(self, reserved: int) -> ComputedPrefix | None:
+        """What the first waiting sequence can take over; None if none can be admitted now."""
         manager, sequence = self._blocks, self._waiting.peek()
         if sequence is None or not self._table.num_free_rows:
             return None
         if self._num_endings < sequence.starts_after_endings and self.num_running:
             return None  # the victim of a shortage that nobody's end has relieved yet
-        hits = manager.find_prefix(sequence.shareable_token_ids, sequence.extra_key)
+        prefix = computed_prefix(sequence, manager)
         num_blocks = manager.blocks_for(len(sequence.token_ids))
-        needed = num_blocks - len(hits) + manager.num_free_hits(hits)
+        needed = num_blocks - len(prefix.blocks) + manager.num_free_hits(prefix.blocks)
         # Strictly in order: smaller ones behind it must not starve it.
-        return hits if needed + reserved <= manager.num_free_blocks else None
+        return prefix if needed + reserved <= manager.num_free_blocks else None
 
     def _reserved_blocks(self) -> int:
         """Free blocks that sequences already admitted will want."""
@@ -358,9 +360,7 @@ class Scheduler:
     # -- leaving ----------------------------------------------------------------------------
 
     def _victim(self, sequences: list[Sequence]) -> Sequence:
-        return max(
-            sequences, key=lambda s: (s.priority if self._by_priority else 0, s.admission_index)
-        )
+        return max(sequences, key=lambda s: (self._waiting.precedence(s)[0], s.admission_index))
 
     def _preempt_for_blocks(self, sequence: Sequence) -> None:
         self._preempt(sequence)
@@ -377,6 +377,7 @@ class Scheduler:
         """Take back a running sequence's blocks and row."""
         self._blocks.free(sequence)
         self._table.retire(sequence)
+        self._waiting.note_leaving(sequence)
         if sequence in self._prefilling:
             self._prefilling.remove(sequence)
         else:
@@ -395,6 +396,5 @@ class Scheduler:
 
     def _rows_of_decoding(self) -> np.ndarray:
         if self._decode_rows is None:
-            rows = (sequence.row for sequence in self._decoding)
-            self._decode_rows = np.fromiter(rows, dtype=np.int64, count=len(self._decoding))
+            self._decode_rows = np.array([s.row for s in self._decoding], dtype=np.int64)
         return self._decode_rows

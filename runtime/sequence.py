@@ -13,6 +13,7 @@ from .logits_rules import LogitsRules
 from .logprobs import LogprobsRecord
 from .outputs import FinishReason
 from .sampling_params import SamplingParams
+from .siblings import Siblings
 
 if TYPE_CHECKING:
     from .block import Block
@@ -65,12 +66,16 @@ class Sequence:
     """Of the output's tokens; None: not wanted."""
     prompt_logprobs: LogprobsRecord | None = None
     """Of the prompt's tokens from the second on; None: not wanted."""
+    index: int = 0
+    """Place among the request's sequences."""
+    siblings: Siblings | None = None
+    """All sequences of the request; None if it is the only one."""
 
     status: SequenceStatus = SequenceStatus.WAITING
     row: int = -1
     admission_index: int = -1
     num_cached_tokens: int = 0
-    """Prompt tokens that the prefix cache served at first admission."""
+    """Prompt tokens that the prefix cache, or a sibling, served at first admission."""
     num_preemptions: int = 0
     starts_after_endings: int = 0
     """It is not resumed before the scheduler has seen that many sequences end."""
@@ -89,6 +94,17 @@ class Sequence:
     stop_string: str | None = None
     """The one of `params.stop` that ended it."""
     error: Exception | None = None
+
+    @property
+    def streams(self) -> tuple[Sequence, ...]:
+        """All sequences of its request, itself among them, in the order of their indices."""
+        return (self,) if self.siblings is None else self.siblings.members
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        of = "" if self.siblings is None else f", output {self.index}"
+        return f"request {self.request_id}{of}"
 
     @property
     def is_finished(self) -> bool:

@@ -14,6 +14,7 @@ from .sampling_params import SamplingParams
 from .sequence import Sequence
 
 _NOTHING = np.empty(0, dtype=np.int64)
+_NO_COPIES = np.empty((2, 0), dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,9 @@ class ScheduledBatch:
     """[b] ...at this place of the table..."""
     new_block_ids: np.ndarray
     """[b] ...by this block."""
+    block_copies: np.ndarray = field(default_factory=lambda: _NO_COPIES)
+    """[2, c] blocks and the new ones that get their content, in all layers, before the step
+    writes any K/V. No block is in both."""
     bucket: int = 0
     """Captured size that the step is launched at; 0: at its own size, without a graph."""
     admitted_rules: tuple[LogitsRules | None, ...] = ()
@@ -151,9 +155,7 @@ class StepOutput:
 
     def error_of(self, sequence: Sequence, num_tokens: int) -> RuntimeError:
         """Why the row of `sequence`, which has that many tokens, is not valid."""
-        what = (
-            f"request {sequence.request_id}, output token {num_tokens - sequence.num_prompt_tokens}"
-        )
+        what = f"{sequence.name}, output token {num_tokens - sequence.num_prompt_tokens}"
         if sequence.row in self.row_errors:
             message = self.row_errors[sequence.row]
             of_grammar = message.startswith("structured_outputs")

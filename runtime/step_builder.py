@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from .block import Block
 from .budget_policy import BudgetPolicy
 from .sequence import Sequence
 from .sequence_table import SequenceTable
@@ -30,6 +31,7 @@ class StepBuilder:
         self._chunk_sizes: list[int] = []
         self._admitted: list[Sequence] = []
         self._new_blocks: list[tuple[int, int, int]] = []
+        self._block_copies: list[tuple[int, int]] = []
 
     @property
     def is_empty(self) -> bool:
@@ -61,14 +63,19 @@ class StepBuilder:
         self.num_tokens += num_new
 
     def add_admission(self, sequence: Sequence) -> None:
-        """Tell the runner whose row it is now."""
+        """Tell the runner whose row it is now, and of the blocks it has taken over."""
         self._admitted.append(sequence)
+        self.add_blocks(sequence, 0)
 
     def add_blocks(self, sequence: Sequence, first: int) -> None:
         """Tell the runner of the sequence's blocks from index `first` on."""
         row = sequence.row
         for index in range(first, len(sequence.blocks)):
             self._new_blocks.append((row, index, sequence.blocks[index].block_id))
+
+    def add_copy(self, source: Block, target: Block) -> None:
+        """Have `target` filled with what `source` holds before the step."""
+        self._block_copies.append((source.block_id, target.block_id))
 
     def completed_prompts(self) -> list[Sequence]:
         """Sequences whose last known token is in the step: their next one is wanted."""
@@ -117,6 +124,7 @@ class StepBuilder:
             new_block_rows=new_blocks[:, 0],
             new_block_indices=new_blocks[:, 1],
             new_block_ids=new_blocks[:, 2],
+            block_copies=np.array(self._block_copies, dtype=np.int64).reshape(-1, 2).T,
             bucket=bucket,
             admitted_rules=tuple(s.rules for s in admitted) if has_rules else (),
             admitted_token_ids=tuple(map(_token_ids, admitted)) if has_rules else (),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+from collections.abc import Iterable
 
 from .engine import Engine
 from .errors import EngineDeadError
@@ -38,10 +39,10 @@ class StepRecovery:
         self.is_active = False
         """True while sequences are held."""
 
-    def hold(self, sequence: Sequence) -> None:
-        """A newcomer waits until the search is over."""
-        self._engine.scheduler.hold([sequence])
-        self._held.append(sequence)
+    def hold(self, sequences: Iterable[Sequence]) -> None:
+        """Newcomers wait until the search is over."""
+        self._engine.scheduler.hold(sequences)
+        self._held += sequences
 
     def take_failure(self, failure: StepFailure) -> Sequence | None:
         """Choose what is tried next.

@@ -37,6 +37,8 @@ class Submission:
     """Its output, from when the engine has it."""
     is_cancelled: bool = False
     """The caller wants no more of it."""
+    num_open: int = 0
+    """Streams that have not ended; the engine thread's to count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from runtime.sampling_params import SamplingParams
 from runtime.scheduler import Scheduler
 from runtime.scheduler_config import SchedulerConfig
 from runtime.sequence import Sequence, SequenceStatus
+from runtime.siblings import make_streams
 from runtime.step import ScheduledBatch, SequenceUpdates, StepOutput
 from runtime.step_cost import StepCost
 
@@ -24,19 +25,19 @@ def fold(state: int, token: int) -> int:
     return (state * 1_000_003 + token * 7919 + 12345) & MASK
 
 
-def next_token(state: int) -> int:
-    """The "argmax" after a context with that digest."""
-    return (state >> 17) % VOCAB
+def next_token(state: int, seed: int = 0) -> int:
+    """The "draw" after a context with that digest."""
+    return ((state ^ seed) >> 17) % VOCAB
 
 
-def continuation(prompt: list[int], num_tokens: int) -> list[int]:
+def continuation(prompt: list[int], num_tokens: int, seed: int = 0) -> list[int]:
     """What the stand-in generates after `prompt`, computed without any cache."""
     state = 0
     for token in prompt:
         state = fold(state, token)
     output = []
     for _ in range(num_tokens):
-        output.append(next_token(state))
+        output.append(next_token(state, seed))
         state = fold(state, output[-1])
     return output
 
@@ -53,6 +54,7 @@ class StandInModel:
         self.tables: dict[int, dict[int, int]] = {}
         self.slots: dict[int, int] = {}
         self.drawn: dict[int, int] = {}
+        self.seeds: dict[int, int] = {}
 
     def execute(
         self, batch: ScheduledBatch, *, invalid: frozenset[int] = frozenset()
@@ -60,6 +62,10 @@ class StandInModel:
         """Run a step; sampled positions in `invalid` come back as NaN rows would."""
         for row in batch.admitted_rows.tolist():
             self.tables[row] = {}
+        self.seeds.update(
+            zip(batch.admitted_rows.tolist(), batch.admitted_seeds.tolist(), strict=True)
+        )
+        self._copy_blocks(*batch.block_copies.tolist())
         deltas = (batch.new_block_rows, batch.new_block_indices, batch.new_block_ids)
         for row, index, block in zip(*(array.tolist() for array in deltas), strict=True):
             assert index == len(self.tables[row]), "a block table has a hole"
@@ -85,12 +91,23 @@ class StandInModel:
             states.append(state)
             start += new
         assert start == batch.num_tokens
-        ids = [next_token(states[i]) for i in batch.sampled.tolist()]
+        rows = batch.rows.tolist()
+        ids = [next_token(states[i], self.seeds[rows[i]]) for i in batch.sampled.tolist()]
         self.drawn.update(zip(batch.rows[batch.sampled].tolist(), ids, strict=True))
         valid = [i not in invalid for i in range(len(ids))]
         return StepOutput(
             token_ids=np.array(ids, dtype=np.int64), is_valid=np.array(valid, dtype=bool)
         )
+
+    def _copy_blocks(self, sources: list[int], targets: list[int]) -> None:
+        assert len({*targets, 0}) == len(targets) + 1, "the null block, or one twice, is written"
+        assert not set(sources) & set(targets), "a copied block is copied on"
+        for source, target in zip(sources, targets, strict=True):
+            for offset in range(self.block_size):
+                state = self.slots.get(source * self.block_size + offset)
+                self.slots.pop(target * self.block_size + offset, None)
+                if state is not None:
+                    self.slots[target * self.block_size + offset] = state
 
     def _slot(self, row: int, position: int) -> int:
         return self.tables[row][position // self.block_size] * self.block_size + (
@@ -144,6 +161,7 @@ class Bench:
     def add(
         self, prompt: list[int], max_tokens: int = 8, *, priority: int = 0, **params: object
     ) -> Sequence:
+        """Queue a request; its first sequence, if it has several."""
         sequence = Sequence(
             request_id=f"r{len(self.added)}",
             token_ids=np.array(prompt, dtype=np.int32),
@@ -155,8 +173,9 @@ class Bench:
             arrival_time=0.0,
             priority=priority,
         )
-        self.scheduler.add(sequence)
-        self.added.append(sequence)
+        for stream in make_streams(sequence):
+            self.scheduler.add(stream)
+            self.added.append(stream)
         return sequence
 
     def schedule(self) -> ScheduledBatch:
@@ -244,7 +263,8 @@ class Bench:
         """The sequence's output, checked against the model without a cache."""
         output = sequence.output_token_ids
         prompt = sequence.token_ids[: sequence.num_prompt_tokens].tolist()
-        assert output == continuation(prompt, len(output)), f"{sequence.request_id} went wrong"
+        expected = continuation(prompt, len(output), sequence.seed)
+        assert output == expected, f"{sequence.name} went wrong"
         return output
 
 

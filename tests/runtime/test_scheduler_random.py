@@ -42,7 +42,7 @@ def random_traffic(  # noqa: C901
     class RandomTraffic(RuleBasedStateMachine):
         num_operations = 0
         """Of all runs: each is followed by a check of the whole state."""
-        num_placeholders = 0
+        num_placeholders = num_copies = 0
 
         @initialize(
             block_size=st.sampled_from([1, 2, 16]),
@@ -99,12 +99,13 @@ def random_traffic(  # noqa: C901
             max_tokens=st.integers(1, 100),
             priority=st.integers(0, 2),
             ignore_eos=st.booleans(),
+            n=st.sampled_from([1, 1, 1, 2, 5]),
         )
-        def add(self, prefix, shared, tail, max_tokens, priority, ignore_eos):
+        def add(self, prefix, shared, tail, max_tokens, priority, ignore_eos, n):
             room = self.bench.scheduler.max_sequence_tokens - 1
             prompt = [*prefix[:shared], *tail][:room]
             if prompt:
-                self.bench.add(prompt, max_tokens, priority=priority, ignore_eos=ignore_eos)
+                self.bench.add(prompt, max_tokens, priority=priority, ignore_eos=ignore_eos, n=n)
 
         @precondition(lambda self: self.bench.scheduler.has_unfinished)
         @rule(count=st.integers(1, 12))
@@ -118,6 +119,7 @@ def random_traffic(  # noqa: C901
         def step_with_aborts_and_a_nan_row(self, data):
             bench = self.bench
             batch = bench.schedule()
+            type(self).num_copies += batch.block_copies.shape[1]
             unfinished = [s for s in bench.added if not s.is_finished]
             for sequence in data.draw(st.lists(st.sampled_from(unfinished), max_size=2)):
                 bench.scheduler.abort(sequence)

@@ -21,6 +21,7 @@ class _Growth:
     new_ids: list[int] = field(default_factory=list)
     """Came in since the last reading."""
     is_ended: bool = False
+    is_end_read: bool = False
     token_ids: list[int] = field(default_factory=list)
     """All that was read, unless only differences are wanted."""
     read_text: str = ""
@@ -153,7 +154,8 @@ class LiveRequest:
                 self._prompt_logprobs = None if is_delta else prompt_logprobs
         outputs = []
         for index, new in enumerate(news):
-            if new.token_ids or new.is_ended or not is_delta:
+            has_end = new.is_ended and not new.growth.is_end_read
+            if new.token_ids or has_end or not is_delta:
                 outputs.append(self._completion(index, new, is_delta=is_delta))
         finished = all(new.is_ended for new in news)
         streams = self.sequences
@@ -185,8 +187,9 @@ class LiveRequest:
         # Of an unfinished stream nothing is asked that the engine may change meanwhile.
         is_ended_by_token = new.is_ended and sequence.is_ended_by_token
         text = growth.text.push(token_ids, is_ended_by_token=is_ended_by_token)
-        if new.is_ended:
+        if new.is_ended and not growth.is_end_read:
             text += growth.text.finish()
+            growth.is_end_read = True
         logprobs = self._logprobs(growth, token_ids)
         growth.num_read += len(token_ids)
         if not is_delta:

@@ -66,3 +66,16 @@ def test_padded_rows_may_share_slots_of_the_null_block() -> None:
     assert any(torch.equal(keys[0, 0], row) for row in key[1:4])
     assert not keys[1, :3].any()
     assert not keys[2].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copied_blocks_are_equal_in_every_layer_and_nothing_else_changes(
+    make_spec: Callable[..., AttentionSpec], dtype: torch.dtype
+) -> None:
+    cache = PagedKVCache.allocate(make_spec(windows=(None,) * 3, dtype=dtype), 8)
+    for view in (*cache.keys, *cache.values):
+        view.copy_(torch.randn(view.shape))
+    before = [view.clone() for view in (*cache.keys, *cache.values)]
+    cache.copy_blocks(torch.tensor([5, 2, 5]), torch.tensor([1, 7, 3]))
+    for view, old in zip((*cache.keys, *cache.values), before, strict=True):
+        assert torch.equal(view, old[[0, 5, 2, 5, 4, 5, 6, 2]])

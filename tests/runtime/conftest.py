@@ -156,7 +156,7 @@ class Bench:
         self.model = StandInModel(block_size)
         self.added: list[Sequence] = []
         self.in_flight: list[ScheduledBatch] = []
-        self.num_steps = self.num_placeholders = 0
+        self.num_steps = self.num_placeholders = self.num_copies = 0
 
     def add(
         self, prompt: list[int], max_tokens: int = 8, *, priority: int = 0, **params: object
@@ -181,6 +181,7 @@ class Bench:
     def schedule(self) -> ScheduledBatch:
         running = set(self.scheduler.running_sequences())
         batch = self.scheduler.schedule()
+        self.num_copies += batch.block_copies.shape[1]
         self.check_batch(batch)
         for sequence in running - set(self.scheduler.running_sequences()):
             assert sequence.status is SequenceStatus.WAITING, "only preemption removes here"

@@ -119,7 +119,6 @@ def random_traffic(  # noqa: C901
         def step_with_aborts_and_a_nan_row(self, data):
             bench = self.bench
             batch = bench.schedule()
-            type(self).num_copies += batch.block_copies.shape[1]
             unfinished = [s for s in bench.added if not s.is_finished]
             for sequence in data.draw(st.lists(st.sampled_from(unfinished), max_size=2)):
                 bench.scheduler.abort(sequence)
@@ -153,6 +152,7 @@ def random_traffic(  # noqa: C901
                 return
             self.bench.run()
             type(self).num_placeholders += self.bench.num_placeholders
+            type(self).num_copies += self.bench.num_copies
             for sequence in self.bench.added:
                 assert sequence.is_finished
                 self.bench.output(sequence)
@@ -232,3 +232,4 @@ def run(machine: type[RuleBasedStateMachine], *, max_examples: int = MAX_EXAMPLE
         ),
     )
     assert machine.num_operations >= 60 * max_examples
+    assert machine.num_copies >= max_examples

@@ -11,16 +11,19 @@ from pathlib import Path
 import numpy as np
 from step_time import StepShape
 
-_NUM_ROUNDS = 5
+_NUM_ROUNDS = 8
 """Fits, each weighted by the predictions of the one before."""
+_ORDINARY_ERROR = 0.05
+"""Share of the prediction beyond which an error counts less than by its square (Huber, 1964)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedStepTime:
-    """A sum of what a step costs at all, and per token, per K/V row, per pair and per sample.
+    """A sum of what a step costs at all, and per token, per K/V row and per pair.
 
     The cost of a token changes at the knots; no cost is negative, so no prediction falls with
-    anything.
+    anything. A sample has no cost of its own: every decode is sampled, so it is in the cost of
+    the first tokens, and for a chunk it is nothing.
     """
 
     base: float
@@ -31,11 +34,10 @@ class FittedStepTime:
     """Seconds of each token beyond the knot of that place and up to the next one."""
     per_kv_token: float
     per_pair: float
-    per_sample: float
 
     def step_seconds(self, shape: StepShape) -> float | np.ndarray:
         """As `StepTime.step_seconds`."""
-        seconds = self.base + self.per_sample * shape.num_sampled
+        seconds = self.base
         ends = (*self.knots[1:], 1 << 62)
         for start, end, cost in zip(self.knots, ends, self.per_token, strict=True):
             seconds += cost * min(max(shape.num_tokens - start, 0), end - start)
@@ -66,7 +68,9 @@ class FittedStepTime:
 def fit(shapes: Sequence[StepShape], seconds: np.ndarray) -> FittedStepTime:
     """The least squares of the errors relative to the prediction, no coefficient below 0.
 
-    Relative to what was measured, they would be least for predictions that are too short.
+    Relative to what was measured, they would be least for predictions that are too short. Steps
+    of few tokens, which are most, together count as much as those of a doubled number; and what
+    disturbed single steps counts little.
 
     Args:
         shapes: of the steps that ran.
@@ -77,20 +81,23 @@ def fit(shapes: Sequence[StepShape], seconds: np.ndarray) -> FittedStepTime:
     ramps = [
         np.clip(tokens - a, 0, b - a) for a, b in zip(knots, [*knots[1:], 1 << 62], strict=True)
     ]
-    others = [[s.num_kv_tokens, s.num_pairs, s.num_sampled] for s in shapes]
+    others = [[s.num_kv_tokens, s.num_pairs] for s in shapes]
     features = np.column_stack([np.ones(len(shapes)), *ramps, np.array(others, dtype=float)])
-    predicted = seconds
+    octave = np.ceil(np.log2(tokens)).astype(int)
+    balance = 1 / np.sqrt(np.bincount(octave)[octave])
+    predicted, weight = seconds, balance
     for _ in range(_NUM_ROUNDS):
-        scaled = features / predicted[:, None]
-        found = _non_negative_least_squares(scaled, seconds / predicted)
+        scaled = features * (weight / predicted)[:, None]
+        found = _non_negative_least_squares(scaled, weight * seconds / predicted)
         predicted = features @ np.array(found)
+        errors = np.abs(seconds / predicted - 1)
+        weight = balance * np.sqrt(_ORDINARY_ERROR / np.maximum(errors, _ORDINARY_ERROR))
     return FittedStepTime(
         base=found[0],
         knots=tuple(knots),
-        per_token=tuple(found[1:-3]),
-        per_kv_token=found[-3],
-        per_pair=found[-2],
-        per_sample=found[-1],
+        per_token=tuple(found[1:-2]),
+        per_kv_token=found[-2],
+        per_pair=found[-1],
     )
 
 

@@ -28,26 +28,33 @@ class GapHistogram:
     def __init__(self) -> None:
         self.counts = np.zeros(_NUM_BINS, dtype=np.int64)
         """[bins] int64; complete after `flush`."""
-        self._gaps: list[np.ndarray] = []
-        self._weights: list[np.ndarray] = []
+        self._gaps = np.empty(_BUFFERED)
+        self._weights = np.empty(_BUFFERED)
         self._num_buffered = 0
 
     def add(self, seconds: np.ndarray, weight: int = 1) -> None:
         """Count each of [n] float64 gaps `weight` times."""
-        self._gaps.append(seconds)
-        self._weights.append(np.full(len(seconds), weight))
-        self._num_buffered += len(seconds)
-        if self._num_buffered > _BUFFERED:
+        start, end = self._num_buffered, self._num_buffered + len(seconds)
+        if end > _BUFFERED:
             self.flush()
+            start, end = 0, len(seconds)
+            if end > _BUFFERED:
+                self._count(seconds, np.full(end, float(weight)))
+                return
+        self._gaps[start:end] = seconds
+        self._weights[start:end] = weight
+        self._num_buffered = end
 
     def flush(self) -> None:
         """Sort what is buffered into the bins."""
-        if not self._gaps:
-            return
-        gaps = np.maximum(np.concatenate(self._gaps), _SHORTEST)
+        num_buffered, self._num_buffered = self._num_buffered, 0
+        self._count(self._gaps[:num_buffered], self._weights[:num_buffered])
+
+    def _count(self, seconds: np.ndarray, weights: np.ndarray) -> None:
+        gaps = np.maximum(seconds, _SHORTEST)
         bins = (np.log(gaps / _SHORTEST) * _BINS_PER_E_FOLD).astype(np.int64)
-        np.add.at(self.counts, np.minimum(bins, _NUM_BINS - 1), np.concatenate(self._weights))
-        self._gaps, self._weights, self._num_buffered = [], [], 0
+        bins = np.minimum(bins, _NUM_BINS - 1)
+        self.counts += np.bincount(bins, weights, _NUM_BINS).astype(np.int64)
 
     def merge(self, other: GapHistogram) -> None:
         """Take in what another one counted."""

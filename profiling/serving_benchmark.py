@@ -181,12 +181,14 @@ def main() -> None:
     runs: dict[str, ServedRun] = {}
     reports: dict[str, LatencyReport] = {}
     lines: dict[str, dict[float, LatencyReport]] = {policy: {} for policy in policies}
+    latencies: dict[str, dict[float, Latencies]] = {policy: {} for policy in policies}
     for rate in args.rate:
         workload = base.arriving(kind, rate, args.seed, args.burst)
         for policy in policies:
             name = f"{policy}, rate {rate:g}"
-            runs[name], reports[name] = serve_once(args, workload, policy)
-            lines[policy][rate] = reports[name]
+            run, reports[name] = serve_once(args, workload, policy)
+            runs[name], lines[policy][rate] = run, reports[name]
+            latencies[policy][rate] = Latencies(times=run.times, gaps=run.gaps)
             print(f"{name}: done in {reports[name].duration:.1f} s", flush=True)
     print(f"\n{base.name}, {len(base)} requests\n\n{table(reports)}")
     problem = next(iter(reports.values())).extra["device"]["problem"]
@@ -203,7 +205,6 @@ def main() -> None:
         }
         args.json.write_text(json.dumps(found) + "\n", encoding="utf-8")
     if args.plots:
-        latencies = {name: Latencies(times=run.times, gaps=run.gaps) for name, run in runs.items()}
         plot_runs(args.plots, latencies, lines, {name: run.log for name, run in runs.items()})
 
 

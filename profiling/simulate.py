@@ -171,7 +171,7 @@ def main() -> None:
     base = read_workload(args, args.max_model_len)
     reports: dict[str, LatencyReport] = {}
     lines: dict[str, dict[float, LatencyReport]] = {policy: {} for policy in args.policy}
-    latencies: dict[str, Latencies] = {}
+    latencies: dict[str, dict[float, Latencies]] = {policy: {} for policy in args.policy}
     logs: dict[str, StepLog] = {}
     for rate in args.rate:
         kind: Arrivals = args.arrivals or "poisson"
@@ -192,7 +192,7 @@ def main() -> None:
             reports[name] = summary(result, workload, args)
             lines[policy][rate] = reports[name]
             if args.plots:
-                latencies[name] = Latencies(times=result.times, gaps=result.gaps)
+                latencies[policy][rate] = Latencies(times=result.times, gaps=result.gaps)
                 logs[name] = result.logs[0]
             seconds = time.process_time() - start
             memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+from counted_blocks import CountedBlocks
 from latency_report import GapHistogram, RequestTimes
 from skipping_scheduler import DecodeRun, SkippingScheduler
 from step_log import LoggedStep, StepLog
 from step_time import StepShape, StepTime
+from whole_prompts import WholePromptScheduler
 from workload import PREFIX_TOKENS, Workload
 
 from runtime.block_manager import BlockManager
@@ -27,7 +29,6 @@ from runtime.step import ScheduledBatch, StepOutput
 
 Router = Literal["round_robin", "least_loaded"]
 _PARAMS = SamplingParams(ignore_eos=True)  # lengths are in Sequence.max_total_tokens
-_ZERO = np.zeros(1, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +40,13 @@ class ServerOptions:
     """KV blocks that sequences can own."""
     block_size: int = 16
     enable_prefix_caching: bool = False
+    whole_prompts: bool = False
+    """Under "prefill_first": admit and preempt as engines do that never cut a prompt."""
     captures_all: bool = False
     """Without ladders: every step runs under a graph of its own size, not eagerly."""
     skips: bool = True
-    """Run decode steps that are alike in one go; False: one by one, as a check."""
+    """Run decode steps that are alike in one go, and count blocks where nothing is cached; False:
+    every step by itself, with the engine's block manager, as a check."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -113,12 +117,9 @@ class Replica:
         self.gaps = GapHistogram()
         self._options = options
         self._step_time = step_time
-        self._blocks = BlockManager(
-            options.num_blocks + 1,
-            options.block_size,
-            enable_prefix_caching=options.enable_prefix_caching,
-        )
-        self.scheduler = SkippingScheduler(
+        self._blocks = _block_manager(options)
+        kind = WholePromptScheduler if options.whole_prompts else SkippingScheduler
+        self.scheduler = kind(
             options.scheduler, self._blocks, clock=lambda: self.now, step_cost=step_time
         )
         self._times = times
@@ -165,7 +166,7 @@ class Replica:
                     self._ends = self._foreseen_ends(self._run)
             if self._run is None:
                 self._step()
-            elif self._ends[-1] < time:
+            elif self._ends[-1] <= time:
                 self._skip(self._run.num_steps)
             else:
                 return
@@ -180,15 +181,9 @@ class Replica:
         self.now = start + float(self._step_time.step_seconds(shape))
         requests = self._request_of_row[scheduled.rows[scheduled.sampled]]
         output = StepOutput(token_ids=_token_of(requests), is_valid=self._is_valid[: len(requests)])
-        updates = scheduler.update(scheduled, output)
-        self._note_tokens(requests, np.array([self.now]))
-        self._num_before_step = self._num_unfinished
-        for sequence in updates.finished:
-            index = sequence.arrival_index
-            self._times.num_output_tokens[index] = (
-                len(sequence.token_ids) - sequence.num_prompt_tokens
-            )
-            self._num_unfinished -= 1
+        finished = scheduler.update(scheduled, output).finished
+        self._note_tokens(requests)
+        self._note_finished(finished)
         self._totals.num_calls += 1
         self._totals.num_kv_tokens += scheduled.num_kv_tokens
         self._count(scheduled.num_tokens, scheduled.bucket, scheduled.is_uniform_decode, 1)
@@ -201,10 +196,10 @@ class Replica:
         assert run is not None, "nothing was foreseen"
         start, ends = self.now, self._ends[:num_steps]
         requests = self._request_of_row[run.rows]
-        self.scheduler.skip(run, num_steps, _token_of(requests))
         self.now = float(ends[-1])
-        self._num_before_step = self._num_unfinished
-        self._note_tokens(requests, ends)
+        finished = self.scheduler.skip(run, num_steps, _token_of(requests))
+        self._note_run(requests, ends)
+        self._note_finished(finished)
         bucket = self.scheduler.sizing.bucket(run.num_seqs, is_uniform_decode=True)
         growth = run.num_seqs * num_steps * (num_steps - 1) // 2
         self._totals.num_kv_tokens += run.num_kv_tokens * num_steps + growth
@@ -229,20 +224,37 @@ class Replica:
         clock[1:] = self._step_time.step_seconds(shape)
         return np.add.accumulate(clock)[1:]  # one addition after the other
 
-    def _note_tokens(self, requests: np.ndarray, ends: np.ndarray) -> None:
-        """Each request got one token at each moment of `ends`."""
-        times = self._times
+    def _note_tokens(self, requests: np.ndarray) -> None:
+        """Each request got a token now."""
+        times, now = self._times, self.now
         last = times.finish[requests]
         is_first = np.isnan(last)
         if is_first.any():
-            times.first_token[requests[is_first]] = ends[0]
+            times.first_token[requests[is_first]] = now
             last = last[~is_first]
-        times.finish[requests] = ends[-1]
+        times.finish[requests] = now
+        if now >= self._gaps_from:
+            self.gaps.add(now - last)
+
+    def _note_run(self, requests: np.ndarray, ends: np.ndarray) -> None:
+        """Each request, none of them new, got a token at each moment of `ends`."""
+        finish = self._times.finish
+        last = finish[requests]
+        finish[requests] = ends[-1]
         if ends[0] >= self._gaps_from:
             self.gaps.add(ends[0] - last)
-        if len(ends) > 1:
-            counts = ends[1:] >= self._gaps_from
-            self.gaps.add(np.diff(ends)[counts], len(requests))
+        gaps = ends[1:] - ends[:-1]
+        if ends[0] < self._gaps_from:
+            gaps = gaps[ends[1:] >= self._gaps_from]
+        self.gaps.add(gaps, len(requests))
+
+    def _note_finished(self, sequences: list[Sequence]) -> None:
+        """The step that just ran ended them."""
+        self._num_before_step = self._num_unfinished
+        self._num_unfinished -= len(sequences)
+        for sequence in sequences:
+            num_output = len(sequence.token_ids) - sequence.num_prompt_tokens
+            self._times.num_output_tokens[sequence.arrival_index] = num_output
 
     def _count(self, num_tokens: int, bucket: int, is_decode: bool, num_steps: int) -> None:
         totals = self._totals
@@ -342,6 +354,16 @@ def simulate(
     return SimulationResult(times=times, gaps=gaps, totals=totals, logs=logs)
 
 
+def _block_manager(options: ServerOptions) -> BlockManager:
+    if options.skips and not options.enable_prefix_caching:
+        return CountedBlocks(options.num_blocks, options.block_size)
+    return BlockManager(
+        options.num_blocks + 1,
+        options.block_size,
+        enable_prefix_caching=options.enable_prefix_caching,
+    )
+
+
 def _token_of(requests: np.ndarray) -> np.ndarray:
     """What requests generate: each always the same id, which no prompt has."""
     return -1 - requests
@@ -351,7 +373,7 @@ def _sequence(workload: Workload, index: int, options: ServerOptions) -> Sequenc
     num_prompt = int(workload.num_prompt_tokens[index])
     token_ids: np.ndarray
     if not options.enable_prefix_caching:
-        token_ids = np.broadcast_to(_ZERO, num_prompt)  # nobody reads them
+        token_ids = np.zeros(num_prompt, dtype=np.int32)  # nobody reads them
     elif workload.prefix_ids is None:
         token_ids = np.full(num_prompt, _token_of(np.int32(index)), dtype=np.int32)
     else:

@@ -8,6 +8,7 @@ import numpy as np
 
 from runtime.scheduler import Scheduler
 from runtime.sequence import Sequence
+from runtime.step_builder import StepBuilder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,27 +30,33 @@ class DecodeRun:
 class SkippingScheduler(Scheduler):
     """Runs a `DecodeRun` in one call, to the state that its single steps would have led to.
 
-    Blocks are taken, and registered in the prefix cache, one by one in the order of the single
-    steps, so that every block ends where it would have. Only a runner is not served: row and
-    block changes of skipped steps are in no `ScheduledBatch`.
+    With a prefix cache, blocks are taken and registered one by one in the order of the single
+    steps, so that every block ends where it would have; without one they are only counted. A
+    runner is not served: block changes, and row changes of skipped steps, are in no
+    `ScheduledBatch`.
 
     Sequences must not be ended by tokens: what is skipped is only foreseeable where lengths alone
     end a sequence.
     """
 
+    def add(self, sequence: Sequence) -> None:
+        """As `Scheduler.add`; a sequence that tokens may end is a bug of the caller."""
+        params = sequence.params
+        assert not params.stop_token_ids and (params.ignore_eos or not self.config.end_token_ids), (
+            f"tokens may end {sequence.request_id}, so its steps are not foreseeable"
+        )
+        super().add(sequence)
+
     def foresee(self) -> DecodeRun | None:
         """The longest run of steps that comes next for certain; None if that is none.
 
-        It ends before the first step in which a sequence ends or blocks run out. It holds as long
-        as nothing is added or aborted.
+        It ends with the first step in which a sequence ends, or before one that lacks blocks. It
+        holds as long as nothing is added or aborted.
         """
         if self._prefilling or not self._decoding or self._may_admit():
             return None
         table, rows = self._table, self._rows_of_decoding()
-        assert not (self.config.end_token_ids or table.has_stop_token_ids[rows].any()), (
-            "tokens may end these sequences, so no step is foreseeable"
-        )
-        num_steps = int((table.max_total_tokens[rows] - table.num_tokens[rows]).min()) - 1
+        num_steps = int((table.max_total_tokens[rows] - table.num_tokens[rows]).min())
         computed = table.num_computed[rows]
         num_steps = self._steps_within_blocks(table.num_slots[rows] - computed, num_steps)
         if num_steps < 1:
@@ -65,13 +72,16 @@ class SkippingScheduler(Scheduler):
         """The sequences of [n] rows."""
         return self._table.sequences_at(rows)
 
-    def skip(self, run: DecodeRun, num_steps: int, token_ids: np.ndarray) -> None:
+    def skip(self, run: DecodeRun, num_steps: int, token_ids: np.ndarray) -> list[Sequence]:
         """Do the first `num_steps` steps of what `foresee` just returned.
 
         Args:
             run: the foreseen steps; nothing was added, aborted or scheduled since.
             num_steps: at least 1, at most `run.num_steps`.
             token_ids: [num_seqs] int32, what each sequence generates in every one of them.
+
+        Returns:
+            The sequences that the last of these steps ended.
         """
         assert 1 <= num_steps <= run.num_steps, f"{num_steps} of {run.num_steps} steps"
         table, rows = self._table, run.rows
@@ -81,13 +91,24 @@ class SkippingScheduler(Scheduler):
                 table.token_ids[row, start : start + num_steps] = token
         self._take_blocks(rows, num_steps)
         table.num_computed[rows] += num_steps
-        table.num_tokens[rows] += num_steps
+        num_tokens = table.num_tokens[rows] + num_steps
+        table.num_tokens[rows] = num_tokens
         if self.sizing.has_target and self.config.policy != "prefill_first":
             has_prompts = self.num_waiting > 0
             for step in range(num_steps):
                 num_kv_tokens = run.num_kv_tokens + step * run.num_seqs
                 self.sizing.prompt_tokens(run.num_seqs, num_kv_tokens, has_prompts=has_prompts)
         self._next_step += num_steps
+        if num_steps < run.num_steps:
+            return []
+        finished = table.sequences_at(rows[num_tokens == table.max_total_tokens[rows]])
+        for sequence in finished:
+            self._end(sequence, "length")
+        return finished
+
+    def _grow(self, step: StepBuilder, sequence: Sequence, num_blocks: int) -> None:
+        self._blocks.allocate(sequence, num_blocks)
+        self._table.num_slots[sequence.row] += num_blocks * self._blocks.block_size
 
     def _may_admit(self) -> bool:
         """Whether a waiting sequence could start in one of the next decode steps."""
@@ -109,6 +130,8 @@ class SkippingScheduler(Scheduler):
             num_left: [num_seqs] int64, tokens that each sequence's own blocks still hold.
         """
         size, num_free = self._blocks.block_size, self._blocks.num_free_blocks
+        if len(num_left) * (num_steps // size + 1) <= num_free:
+            return num_steps  # whatever they hold
 
         def num_blocks(steps: int) -> int:
             return int(np.maximum(-((num_left - steps) // size), 0).sum())
@@ -122,16 +145,35 @@ class SkippingScheduler(Scheduler):
         return low
 
     def _take_blocks(self, rows: np.ndarray, num_steps: int) -> None:
-        """Allocate and register what the steps need, in their order."""
+        """Allocate and register what the steps need."""
         table, manager, size = self._table, self._blocks, self._blocks.block_size
-        sequences, computed = table.sequences_at(rows), table.num_computed[rows]
-        steps, places = _every(size, table.num_slots[rows] - computed, num_steps)
-        table.num_slots[rows] += size * np.bincount(places, minlength=len(rows))
-        if not manager.enable_prefix_caching:
-            for place in places[np.argsort(steps, kind="stable")].tolist():
-                manager.allocate(sequences[place], 1)
+        computed = table.num_computed[rows]
+        num_left = table.num_slots[rows] - computed
+        counts = np.maximum(-((num_left - num_steps) // size), 0)
+        table.num_slots[rows] += size * counts
+        if manager.enable_prefix_caching:
+            self._take_in_order(rows, num_left, -(computed + 1) % size, num_steps)
             return
-        full_steps, full_places = _every(size, -(computed + 1) % size, num_steps)
+        for place in counts.nonzero()[0].tolist():
+            sequence = table.sequences[rows[place]]
+            assert sequence is not None, f"row {rows[place]} is not live"
+            manager.allocate(sequence, int(counts[place]))
+
+    def _take_in_order(
+        self, rows: np.ndarray, first_taken: np.ndarray, first_full: np.ndarray, num_steps: int
+    ) -> None:
+        """Allocate and register in the order of the steps.
+
+        Args:
+            rows: [num_seqs] int64.
+            first_taken: [num_seqs] int64, the first step in which each takes a block.
+            first_full: [num_seqs] int64, the first step in which each fills one.
+            num_steps: to do.
+        """
+        table, manager, size = self._table, self._blocks, self._blocks.block_size
+        sequences = table.sequences_at(rows)
+        steps, places = _every(size, first_taken, num_steps)
+        full_steps, full_places = _every(size, first_full, num_steps)
         steps = np.concatenate([2 * steps, 2 * full_steps + 1])  # a step takes, then registers
         places = np.concatenate([places, full_places])
         order = np.argsort(steps, kind="stable")

@@ -132,7 +132,8 @@ def ladder_cost(
         **limits,
     )
     where = f"modelled, {step_time.model.name} on {step_time.hardware.name}"
-    return cost, f"{where}, {num_kv_tokens} K/V tokens a step"
+    launch = f"{1e6 * step_time.launch_seconds:g} us to launch a kernel"
+    return cost, f"{where}, {launch}, {num_kv_tokens} K/V tokens a step"
 
 
 def compare(
@@ -172,6 +173,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", choices=MODELS, default="qwen3-8b")
     parser.add_argument("--hardware", choices=HARDWARE, default="h100")
     parser.add_argument(
+        "--launch-us", type=float, default=12.0, help="of a kernel without graph, if modelled"
+    )
+    parser.add_argument(
         "--eager-ms", type=float, default=3.0, help="a step without graph, if measured"
     )
     parser.add_argument("--capture-seconds", type=float, help="else what was measured, or 0.5")
@@ -187,7 +191,11 @@ def main() -> None:
     args = _parser().parse_args()
     stats = json.loads(args.stats.read_text(encoding="utf-8"))
     sizes = StepSizes.read(args.stats)
-    step_time = RooflineStepTime(model=MODELS[args.model], hardware=HARDWARE[args.hardware])
+    step_time = RooflineStepTime(
+        model=MODELS[args.model],
+        hardware=HARDWARE[args.hardware],
+        launch_seconds=1e-6 * args.launch_us,
+    )
     free, where = ladder_cost(stats, args, step_time)
     captures = [capture["seconds"] for capture in stats.get("captures", [])]
     measured = sum(captures) / len(captures) if captures else 0.5

@@ -22,12 +22,14 @@ if TYPE_CHECKING:
         NonFiniteLogitsError,
         QueueFullError,
         StepFailedError,
+        StructuredOutputError,
         UnsupportedModelError,
     )
     from .llm import LLM
     from .metrics import EngineMetrics
     from .outputs import CompletionOutput, Logprob, PromptScore, RequestMetrics, RequestOutput
     from .sampling_params import RequestOutputKind, SamplingParams
+    from .structured_outputs import StructuredOutputsParams
 
 _MODULES = {
     "AsyncLLM": "async_llm",
@@ -51,6 +53,8 @@ _MODULES = {
     "RequestOutputKind": "sampling_params",
     "SamplingParams": "sampling_params",
     "StepFailedError": "errors",
+    "StructuredOutputError": "errors",
+    "StructuredOutputsParams": "structured_outputs",
     "UnsupportedModelError": "errors",
 }
 
@@ -76,6 +80,8 @@ __all__ = [
     "RequestOutputKind",
     "SamplingParams",
     "StepFailedError",
+    "StructuredOutputError",
+    "StructuredOutputsParams",
     "UnsupportedModelError",
 ]
 

@@ -17,9 +17,11 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from . import value_checks as checks
+from .chat_format import ChatFormat
 from .engine import Engine
 from .engine_thread import EngineThread
 from .errors import EngineDeadError
+from .grammar import GrammarCompiler
 from .llm import LLM
 from .metrics import EngineMetrics
 from .prompts import (
@@ -27,6 +29,7 @@ from .prompts import (
     EncodedPrompt,
     Prompt,
     check_cache_salt,
+    encode_chats,
     encode_prompt,
     one_sampling_params,
 )
@@ -45,9 +48,10 @@ class AsyncLLM:
             async for output in engine.generate("The sky is", SamplingParams(max_tokens=20)):
                 print(output.outputs[0].text)
 
-    One thread runs the steps and another tokenizes, so the event loop waits for neither. It turns
-    ids into text itself, when an output is read: so it is done while the device runs, in one piece
-    for all tokens since the last reading, and not at all for a request that nobody reads.
+    One thread runs the steps; another tokenizes and compiles grammars. The event loop waits for
+    neither. It turns ids into text itself, when an output is read: so it is done while the device
+    runs, in one piece for all tokens since the last reading, and not at all for a request that
+    nobody reads.
 
     A request's tokens wait for its reader without limit other than the output's own length, and
     slow readers hold up nobody. Several event loops may use one AsyncLLM; a stream is read in the
@@ -72,6 +76,7 @@ class AsyncLLM:
         # One thread: requests keep their order, and the tokenizer is used by nobody else.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="stepgraph-tokenize")
         self._thread = EngineThread(self._llm.engine, max_waiting=max_waiting)
+        self._grammars = self._llm.engine.grammars
         self._limits = self._llm.engine.scheduler.config
         self._lock = threading.Lock()
         self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}
@@ -125,25 +130,23 @@ class AsyncLLM:
         *,
         priority: int = 0,
         deadline: float | None = None,
-        add_generation_prompt: bool = True,
         cache_salt: str | None = None,
+        **chat_format: Any,
     ) -> RequestStream:
-        """Answer one conversation, through the model's chat template.
+        """Answer one conversation, through a chat template.
 
         Args:
             messages: a list of {"role": ..., "content": ...}.
-            add_generation_prompt: open the assistant's turn after the last message.
             cache_salt: only requests with the same one share cached K/V.
+            chat_format: fields of `ChatFormat`, as in `LLM.chat`.
 
         The other arguments, and what is returned and raised: as `generate`.
         """
         messages, salt = _own(messages), check_cache_salt(cache_salt)
+        options = ChatFormat(**chat_format)
 
         def encode(tokenizer: Tokenizer) -> EncodedPrompt:
-            token_ids = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=add_generation_prompt
-            )
-            return EncodedPrompt(None, token_ids, salt)
+            return encode_chats([messages], options, tokenizer, salt)[0]
 
         return self._start(encode, sampling_params, request_id, priority, deadline)
 
@@ -152,6 +155,8 @@ class AsyncLLM:
 
         Returns when it has ended. Other ids than those of unfinished requests do nothing.
         """
+        if not isinstance(request_id, str):
+            raise checks.wrong_type("request_id", request_id, "a string")
         submission = self._thread.find(request_id)
         if submission is not None:
             self._thread.cancel(submission)
@@ -189,6 +194,9 @@ class AsyncLLM:
             timeout: most seconds to drain, after which the rest is ended; None: as long as it
                 takes.
         """
+        drain = checks.flag("drain", drain)
+        if timeout is not None:
+            timeout = checks.number("timeout", timeout, 0.0, math.inf)
         self._thread.refuse("the engine was shut down; make a new one")
         if drain:
             await asyncio.wait([asyncio.wrap_future(self._thread.drain())], timeout=timeout)
@@ -244,7 +252,9 @@ class AsyncLLM:
         self._thread.open(submission)
         stream = RequestStream(submission, mailbox, self._thread, owner=self)
         try:
-            self._encoder.submit(_encode, encode, self.tokenizer, submission, self._thread)
+            self._encoder.submit(
+                _encode, encode, self.tokenizer, self._grammars, submission, self._thread
+            )
         except RuntimeError as error:  # another thread has shut it down in this moment
             self._thread.fail(submission, EngineDeadError(str(error)))
         return stream
@@ -264,12 +274,15 @@ class AsyncLLM:
 def _encode(
     encode: Callable[[Tokenizer], EncodedPrompt],
     tokenizer: Tokenizer,
+    grammars: GrammarCompiler,
     submission: Submission,
     thread: EngineThread,
 ) -> None:
     """Runs in the tokenizing thread, without holding the AsyncLLM alive."""
     try:
         submission.prompt = encode(tokenizer)
+        if submission.params.structured_outputs is not None:
+            grammars.compile(submission.params.structured_outputs)  # the engine finds it then
     except Exception as error:  # noqa: BLE001 - it is the caller's
         thread.fail(submission, error)
     except BaseException as error:  # noqa: BLE001 - as a panic of the tokenizers library is

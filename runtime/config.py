@@ -20,11 +20,12 @@ from . import model_source
 from .config_checks import (
     capture_sizes,
     itl_target_ms,
-    max_logprobs,
     one_of,
     positive,
     resolve_device,
     share,
+    texts,
+    whole,
 )
 from .environment import read_environment
 from .errors import ConfigError
@@ -141,12 +142,14 @@ class EngineConfig:
         one_of("dtype", self.dtype, ("auto", *DTYPES))
         if self.graph_mode is not None:
             one_of("graph_mode", self.graph_mode, get_args(GraphMode))
+        texts(self, ("tokenizer", "device", "attention_backend"))
+        object.__setattr__(self, "seed", whole("seed", self.seed, *_SEEDS))
         share("gpu_memory_utilization", self.gpu_memory_utilization)
         if self.capture_sizes is not None:
             object.__setattr__(self, "capture_sizes", capture_sizes(self.capture_sizes))
         if self.itl_target_ms is not None:
             itl_target_ms(self.itl_target_ms, self.policy)
-        object.__setattr__(self, "max_logprobs", max_logprobs(self.max_logprobs))
+        object.__setattr__(self, "max_logprobs", whole("max_logprobs", self.max_logprobs, *_TOPS))
         options = self.flashinfer_options
         if not isinstance(options, FlashInferOptions | None):
             raise ConfigError(f"flashinfer_options={options!r} are not FlashInferOptions")
@@ -352,8 +355,7 @@ class EngineConfig:
     def _resolve_overlap(self, device: torch.device, reasons: dict[str, str]) -> bool:
         if self.overlap_scheduling is not None:
             return self.overlap_scheduling
-        why = "" if device.type == "cuda" else ", where host and step share the processors"
-        reasons["overlap_scheduling"] = f"the default on {device.type}{why}"
+        reasons["overlap_scheduling"] = f"the default on {device.type}"
         return device.type == "cuda"
 
     def _resolve_ladders(
@@ -385,6 +387,8 @@ class EngineConfig:
 
 
 _OPEN_SWITCHES = ("compile", "lazy_capture", "nvtx", "overlap_scheduling")
+_SEEDS = (-(2**63), 2**64 - 1, "a whole number of 64 bits")
+_TOPS = (-1, 2**31 - 1, "a whole number of at least 0, or -1")
 _COUNTS = (
     "max_model_len",
     "max_num_seqs",

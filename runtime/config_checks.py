@@ -24,7 +24,25 @@ def positive(name: str, value: object) -> int:
         raise ConfigError(f"{name}={value!r} is not a whole number") from None
     if number < 1:
         raise ConfigError(f"{name}={number} is below 1")
+    if number >= 2**63:
+        raise ConfigError(f"{name}={number} is above 2**63 - 1")
     return number
+
+
+def texts(options: object, names: tuple[str, ...]) -> None:
+    """Options of those names are texts that are not empty, or None."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not (isinstance(value, str) and value):
+            raise ConfigError(f"{name}={value!r} is not a text of at least one character")
+
+
+def whole(name: str, value: object, minimum: int, maximum: int, expected: str) -> int:
+    """A whole number of that range, which `expected` says in words."""
+    is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_whole or not minimum <= value <= maximum:  # type: ignore[operator]
+        raise ConfigError(f"{name}={value!r} is not {expected}")
+    return int(value)  # type: ignore[call-overload,no-any-return]
 
 
 def share(name: str, value: object) -> None:
@@ -33,16 +51,9 @@ def share(name: str, value: object) -> None:
         raise ConfigError(f"{name}={value!r} is not above 0 and at most 1")
 
 
-def max_logprobs(value: object) -> int:
-    """A whole number from 0, or -1."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < -1:
-        raise ConfigError(f"max_logprobs={value!r} is not a whole number of at least 0, or -1")
-    return int(value)
-
-
 def one_of(name: str, value: object, allowed: tuple[str | None, ...]) -> None:
     """One of the allowed texts."""
-    if value not in allowed:
+    if not isinstance(value, str | None) or value not in allowed:
         raise ConfigError(f"{name}={value!r} is not one of {', '.join(map(str, allowed))}")
 
 

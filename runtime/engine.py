@@ -15,6 +15,7 @@ import numpy as np
 from .block_manager import BlockManager
 from .config import EngineConfig
 from .errors import InvalidRequestError
+from .grammar import GrammarCompiler
 from .logits_rules import LogitsRules, check_vocabulary, make_logits_rules
 from .logprobs import LogprobsRecord
 from .metrics import EngineCounters, EngineMetrics, MetricsRecorder
@@ -24,7 +25,7 @@ from .output_builder import OutputBuilder
 from .output_text import OutputText
 from .outputs import FinishReason
 from .pipeline import StepPipeline
-from .prompts import TokenIds
+from .prompts import TokenIds, check_request, one_sampling_params
 from .ranges import Ranges
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler
@@ -46,7 +47,7 @@ class Engine:
     Args:
         config: the options.
         tokenizer: its end token ends sequences too, beside those that the model's files name.
-            Requests with `stop` or `bad_words` need it.
+            Requests with `stop`, `bad_words` or `structured_outputs` need it.
 
     Raises:
         ConfigError: options that don't go together or don't suit the model.
@@ -64,6 +65,8 @@ class Engine:
         self._tokenizer = tokenizer
         self.outputs = None if tokenizer is None else OutputBuilder(tokenizer)
         """Makes text of ids; None without a tokenizer."""
+        self.grammars = GrammarCompiler(tokenizer, self.vocab_size, self.end_token_ids)
+        """Compiles what `structured_outputs` ask for."""
         self.counters = EngineCounters()
         self._recorder = MetricsRecorder()
         self.on_step: Callable[[ScheduledBatch], None] | None = None
@@ -125,7 +128,9 @@ class Engine:
 
         Raises:
             InvalidRequestError: it can't be served, or not with these params.
+            TypeError: `params` are none.
         """
+        params = one_sampling_params(params)
         given = np.asarray(token_ids)
         if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
             raise InvalidRequestError(
@@ -168,8 +173,15 @@ class Engine:
             cache_salt: only requests with the same one share cached blocks.
 
         Raises:
-            InvalidRequestError: nothing was queued.
+            InvalidRequestError, TypeError: nothing was queued.
         """
+        params = one_sampling_params(params)
+        check_request(
+            request_id=request_id,
+            priority=priority,
+            arrival_time=arrival_time,
+            cache_salt=cache_salt,
+        )
         ids = self.check(token_ids, params)
         self.scheduler.config.check_priority(priority)
         rules = self._rules_of(params)
@@ -346,6 +358,7 @@ class Engine:
                 vocab_size=self.vocab_size,
                 end_token_ids=self.end_token_ids,
                 tokenizer=self._tokenizer,
+                grammars=self.grammars,
             )
             self._last_rules = (params, rules)
         return self._last_rules[1]

@@ -25,6 +25,10 @@ class LogitsProcessorError(RuntimeError):
     """A request's own logits processor failed; that request ends, others go on."""
 
 
+class StructuredOutputError(RuntimeError):
+    """A request's grammar grew too complex to be followed; that request ends, others go on."""
+
+
 class StepFailedError(RuntimeError):
     """A request made a step fail, also when it ran alone; it ends, others go on. See the cause."""
 

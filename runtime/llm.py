@@ -9,15 +9,18 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from . import value_checks as checks
+from .chat_format import ChatFormat
 from .config import EngineConfig
 from .engine import Engine
 from .errors import InvalidRequestError
+from .generation_defaults import default_sampling_params
 from .interrupts import deferred_interrupts
 from .live_request import LiveRequest
 from .log import configure_logging
@@ -29,8 +32,10 @@ from .prompts import (
     EncodedPrompt,
     Prompt,
     check_cache_salt,
+    encode_chats,
     encode_prompts,
     list_conversations,
+    list_priorities,
     list_sampling_params,
     one_sampling_params,
 )
@@ -38,6 +43,9 @@ from .sampling_params import RequestOutputKind, SamplingParams
 from .sequence import Sequence as TokenSequence
 from .step import SequenceUpdates
 from .tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 logger = logging.getLogger("stepgraph.runtime")
 
@@ -84,6 +92,8 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete the prompts, all in one mixed batch.
 
@@ -93,6 +103,8 @@ class LLM:
             prompts: a string, a list of token ids, or a list of either.
             sampling_params: one for all prompts, or one for each; None: `SamplingParams()`.
             use_tqdm: show a progress bar.
+            priority: one for all prompts, or one for each; under policy "priority", lower runs
+                first; None: 0, the only one under other policies.
 
         Returns:
             One output per prompt, in the order of the prompts. A sequence whose logits became
@@ -103,7 +115,8 @@ class LLM:
             InvalidRequestError: a prompt can't be served; its place is named, none was queued.
             TypeError: something is of the wrong type.
         """
-        return self._run(encode_prompts(prompts, self.tokenizer), sampling_params, use_tqdm)
+        encoded = encode_prompts(prompts, self.tokenizer)
+        return self._run(encoded, sampling_params, use_tqdm, priority)
 
     def chat(
         self,
@@ -111,33 +124,31 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
-        add_generation_prompt: bool = True,
+        priority: int | Sequence[int] | None = None,
         cache_salt: str | None = None,
+        **chat_format: Any,
     ) -> list[RequestOutput]:
-        """Answer conversations, through the model's chat template.
+        """Answer conversations, through a chat template.
 
         Args:
             messages: one conversation, as a list of {"role": ..., "content": ...}, or a list of
                 conversations.
             sampling_params: as in `generate`.
             use_tqdm: show a progress bar.
-            add_generation_prompt: open the assistant's turn after the last message.
+            priority: as in `generate`.
             cache_salt: only requests with the same one share cached K/V.
+            chat_format: fields of `ChatFormat`: chat_template, add_generation_prompt,
+                continue_final_message, tools, chat_template_kwargs.
 
         Returns and raises: as `generate`.
         """
-        salt = check_cache_salt(cache_salt)
-        prompts = [
-            EncodedPrompt(
-                None,
-                self.tokenizer.apply_chat_template(
-                    conversation, add_generation_prompt=add_generation_prompt
-                ),
-                salt,
-            )
-            for conversation in list_conversations(messages)
-        ]
-        return self._run(prompts, sampling_params, use_tqdm)
+        prompts = encode_chats(
+            list_conversations(messages),
+            ChatFormat(**chat_format),
+            self.tokenizer,
+            check_cache_salt(cache_salt),
+        )
+        return self._run(prompts, sampling_params, use_tqdm, priority)
 
     def generate_iter(
         self,
@@ -184,7 +195,7 @@ class LLM:
                 )
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         scores = []
-        for output in self._run(encoded, params, use_tqdm):
+        for output in self._run(encoded, params, use_tqdm, None):
             assert output.prompt_logprobs is not None, "they were asked for"
             ids = output.prompt_token_ids
             pairs = zip(ids, output.prompt_logprobs, strict=True)
@@ -198,10 +209,11 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         cache_salt: str | None = None,
+        **chat_format: Any,
     ) -> Iterator[str]:
         """Answer one conversation piece by piece; the joined pieces are the answer's text.
 
-        Leaving the iteration early aborts the request.
+        Leaving the iteration early aborts the request. `chat_format` is as in `chat`.
 
         Raises:
             InvalidRequestError: params that ask for what a stream of text doesn't have.
@@ -215,9 +227,17 @@ class LLM:
                     f"{name}={value!r} has no place in a stream of text; use chat"
                 )
         params = dataclasses.replace(params, output_kind=RequestOutputKind.DELTA)
-        token_ids = self.tokenizer.apply_chat_template(messages)
-        prompts = [EncodedPrompt(None, token_ids, check_cache_salt(cache_salt))]
+        salt, options = check_cache_salt(cache_salt), ChatFormat(**chat_format)
+        prompts = encode_chats([messages], options, self.tokenizer, salt)
         return self._pieces(prompts, self._check(prompts, [params]), params)
+
+    def get_tokenizer(self) -> PreTrainedTokenizerFast:
+        """The model's tokenizer as transformers has it, for callers that format prompts."""
+        return self.tokenizer.loaded
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's own files recommend; see `default_sampling_params`."""
+        return default_sampling_params(self.engine.config.model_path)
 
     def reset_prefix_cache(self) -> None:
         """Forget the K/V of past prompts and outputs."""
@@ -258,9 +278,14 @@ class LLM:
         prompts: list[EncodedPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
+        priority: int | Sequence[int] | None,
     ) -> list[RequestOutput]:
         engine, arrival_time = self.engine, time.monotonic()
+        use_tqdm = checks.flag("use_tqdm", use_tqdm)
         params = list_sampling_params(sampling_params, len(prompts))
+        priorities = list_priorities(priority, len(prompts))
+        for value in priorities:
+            engine.scheduler.config.check_priority(value)
         checked = self._check(prompts, params)
         sequences: list[TokenSequence] = []
         try:
@@ -268,11 +293,12 @@ class LLM:
                 deferred_interrupts() as raise_if_interrupted,
                 Progress(len(prompts), engine.counters, enabled=use_tqdm) as progress,
             ):
-                for prompt, token_ids, own_params in zip(prompts, checked, params, strict=True):
+                for index, prompt in enumerate(prompts):
                     sequences.append(
                         engine.add_request(
-                            token_ids,
-                            own_params,
+                            checked[index],
+                            params[index],
+                            priority=priorities[index],
                             arrival_time=arrival_time,
                             cache_salt=prompt.cache_salt,
                         )

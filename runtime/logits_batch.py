@@ -1,8 +1,8 @@
 """What a step does to its logits before the draw: gathered on the host, applied on the device.
 
 Rules act as vLLM V1's do and in its order: the request's own processors (on the host, as in V0),
-allowed ids, bad words, min_tokens and bias, penalties. Everything but the processors is done for
-all rows at once, by as many operators whatever the number of rows.
+grammars, allowed ids, bad words, min_tokens and bias, penalties. Everything but the processors is
+done for all rows at once, by as many operators whatever the number of rows.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from .grammar_mask import GrammarWork
 from .row_table import RowTable
 from .sampling_params import LogitsProcessor
 from .token_counts import PenaltyBatch
@@ -53,6 +54,8 @@ class LogitsBatch:
     """None: no row has any."""
     host_work: tuple[HostWork, ...]
     """Rows that the host works on, which waits for the device."""
+    grammar_work: tuple[GrammarWork, ...]
+    """Rows whose masks the host prepares, while the device is busy."""
 
 
 class LogitsPlan:
@@ -66,6 +69,7 @@ class LogitsPlan:
 
     def __init__(self, table: RowTable, rows: np.ndarray, num_outputs: np.ndarray) -> None:
         self._host_work: list[HostWork] = []
+        self._grammar_work: list[GrammarWork] = []
         self.arrays: Arrays = {}
         """To be carried to the device, by name."""
         is_early = num_outputs < table.min_tokens[rows]
@@ -100,6 +104,11 @@ class LogitsPlan:
                         output_ids=tuple(output_ids),
                     )
                 )
+            if rules.grammar is not None:
+                work = GrammarWork(
+                    place=place, row=row, matcher=table.matchers[row], output_ids=output_ids
+                )
+                self._grammar_work.append(work)
         arrays = self.arrays
         if edits:
             of, ids, values_of = zip(*edits, strict=True)
@@ -130,7 +139,7 @@ class LogitsPlan:
         Args:
             device: the arrays by name, and perhaps others.
         """
-        if not (self.arrays or self._host_work):
+        if not (self.arrays or self._host_work or self._grammar_work):
             return None
         return LogitsBatch(
             edit_places=device.get("edit_places"),
@@ -141,6 +150,7 @@ class LogitsPlan:
             allowed_ids=device.get("allowed_ids"),
             penalties=self._penalties(device) if "repetition" in self.arrays else None,
             host_work=tuple(self._host_work),
+            grammar_work=tuple(self._grammar_work),
         )
 
     def _penalties(self, device: dict[str, torch.Tensor]) -> PenaltyBatch:

@@ -12,6 +12,7 @@ from .errors import InvalidRequestError
 from .sampling_params import LogitsProcessor, SamplingParams
 
 if TYPE_CHECKING:
+    from .grammar import Grammar, GrammarCompiler
     from .tokenizer import Tokenizer
 
 
@@ -33,6 +34,8 @@ class LogitsRules:
     """Bad words of several tokens: the last is not drawn after the others."""
     processors: tuple[LogitsProcessor, ...]
     """The request's own functions."""
+    grammar: Grammar | None
+    """What the output must be like; None: anything."""
     repetition_penalty: float
     """1: off."""
     frequency_penalty: float
@@ -55,12 +58,13 @@ class LogitsRules:
     def forbids(self) -> bool:
         """Whether some tokens may never be drawn, or not yet."""
         has_words = bool(np.isneginf(self.bias_values).any() or self.phrases)
-        return has_words or self.allowed_ids is not None or self.min_tokens > 0
+        has_ids = self.allowed_ids is not None or self.min_tokens > 0
+        return has_words or has_ids or self.grammar is not None
 
     @property
     def needs_output_ids(self) -> bool:
         """Whether the host must know all ids so far before it can prepare the next draw."""
-        return bool(self.phrases or self.processors)
+        return bool(self.phrases or self.processors or self.grammar is not None)
 
 
 def make_logits_rules(
@@ -69,12 +73,15 @@ def make_logits_rules(
     vocab_size: int,
     end_token_ids: tuple[int, ...],
     tokenizer: Tokenizer | None,
+    grammars: GrammarCompiler | None = None,
 ) -> LogitsRules | None:
     """The rules of one request; None if it has none, which costs nothing in a step.
 
+    `grammars` may be left out where no `structured_outputs` occur.
+
     Raises:
-        InvalidRequestError: an id is not in the vocabulary, bad words can't be encoded, or the
-            rules together forbid every token.
+        InvalidRequestError: an id is not in the vocabulary, bad words can't be encoded, a grammar
+            can't be compiled, or the rules together forbid every token.
     """
     bias = dict(params.logit_bias or ())
     check_vocabulary("logit_bias", bias, vocab_size)
@@ -100,6 +107,7 @@ def make_logits_rules(
         min_tokens=params.min_tokens if early else 0,
         phrases=tuple(ids for ids in words if len(ids) > 1),
         processors=tuple(params.logits_processors),
+        grammar=_compile(params, grammars),
         repetition_penalty=params.repetition_penalty,
         frequency_penalty=params.frequency_penalty,
         presence_penalty=params.presence_penalty,
@@ -117,6 +125,13 @@ def check_vocabulary(what: str, ids: Iterable[int] | np.ndarray, vocab_size: int
             f"{what} {int(given[bad[0]])} at place {int(bad[0])} is not in the model's "
             f"vocabulary, 0 to {vocab_size - 1}"
         )
+
+
+def _compile(params: SamplingParams, grammars: GrammarCompiler | None) -> Grammar | None:
+    if params.structured_outputs is None:
+        return None
+    assert grammars is not None, "structured outputs without a compiler"
+    return grammars.compile(params.structured_outputs)
 
 
 def _unique(ids: Sequence[int] | None) -> np.ndarray | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeGuard, cast
@@ -10,9 +11,11 @@ from typing import Any, TypeAlias, TypeGuard, cast
 import numpy as np
 import numpy.typing as npt
 
+from . import value_checks as checks
+from .chat_format import ChatFormat, Message
 from .errors import InvalidRequestError
 from .sampling_params import SamplingParams
-from .tokenizer import Message, Tokenizer
+from .tokenizer import Tokenizer
 
 TokenIds: TypeAlias = "Sequence[int] | npt.NDArray[np.integer]"
 Prompt: TypeAlias = "str | TokenIds | Mapping[str, Any]"
@@ -73,6 +76,18 @@ def check_cache_salt(cache_salt: object, name: str = "cache_salt") -> str | None
     return cache_salt
 
 
+def check_request(
+    *, request_id: object, priority: object, arrival_time: object, cache_salt: object
+) -> None:
+    """Raise TypeError or InvalidRequestError, which names the option, if one can't be used."""
+    if request_id is not None and not isinstance(request_id, str):
+        raise checks.wrong_type("request_id", request_id, "a string")
+    checks.integer("priority", priority, -(2**63), 2**63 - 1)
+    if arrival_time is not None:
+        checks.number("arrival_time", arrival_time, -math.inf, math.inf)
+    check_cache_salt(cache_salt)
+
+
 def _parse_prompt(prompt: object, name: str) -> EncodedPrompt:
     """A prompt whose ids, if it is a text, are still missing."""
     salt, given = None, prompt
@@ -108,6 +123,47 @@ def list_conversations(messages: Conversation | Sequence[Conversation]) -> list[
             f"and content, or a list of such lists"
         )
     return list(messages)  # type: ignore[arg-type]
+
+
+def encode_chats(
+    conversations: Sequence[Conversation],
+    chat_format: ChatFormat,
+    tokenizer: Tokenizer,
+    cache_salt: str | None,
+) -> list[EncodedPrompt]:
+    """One entry per conversation; what is wrong with one of several is named with its place."""
+    prompts = []
+    for index, conversation in enumerate(conversations):
+        try:
+            token_ids = tokenizer.apply_chat_template(conversation, chat_format)
+        except InvalidRequestError as error:
+            if len(conversations) == 1:
+                raise
+            raise InvalidRequestError(f"conversation {index}: {error}") from error
+        prompts.append(EncodedPrompt(None, token_ids, cache_salt))
+    return prompts
+
+
+def list_priorities(priority: int | Sequence[int] | None, num_prompts: int) -> list[int]:
+    """One number per prompt; None stands for 0.
+
+    Raises:
+        TypeError: something else than whole numbers.
+        InvalidRequestError: out of range, or neither one number nor one for each prompt.
+    """
+    if priority is None:
+        priority = 0
+    if isinstance(priority, str | bytes | bytearray) or not isinstance(priority, Sequence):
+        return [checks.integer("priority", priority, -(2**63), 2**63 - 1)] * num_prompts
+    if len(priority) != num_prompts:
+        raise InvalidRequestError(
+            f"priority has {len(priority)} entries for {num_prompts} prompts; give one number for "
+            "all or one for each"
+        )
+    return [
+        checks.integer(f"priority[{index}]", value, -(2**63), 2**63 - 1)
+        for index, value in enumerate(priority)
+    ]
 
 
 def one_sampling_params(sampling_params: SamplingParams | None) -> SamplingParams:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from .grammar import GrammarMatcher
 from .logits_rules import LogitsRules
 from .sampler import seed_streams
 from .sampling_params import SamplingParams
@@ -53,6 +54,9 @@ class RowTable:
         self.presence_penalty = np.zeros(max_num_seqs, dtype=np.float32)
         self.output_ids: dict[int, list[int]] = {}
         """All ids generated so far, by row, where the rules need them."""
+        self.matchers: dict[int, GrammarMatcher] = {}
+        """By row, of outputs that have a grammar. Each follows its `output_ids` when a mask is
+        prepared, never further: so a step that fails leaves no trace in it."""
         self.params: list[SamplingParams | None] = [None] * max_num_seqs
         self.num_random = self.num_top_k = self.num_top_p = self.num_min_p = 0
         """Rows that use temperature above 0, top_k, ...: what nobody uses needs no work."""
@@ -103,6 +107,8 @@ class RowTable:
             if rules.needs_output_ids:
                 assert token_ids is not None, f"row {row} came without its tokens"
                 self.output_ids[row] = token_ids[self.num_prompt_tokens[row] :].tolist()
+            if rules.grammar is not None:
+                self.matchers[row] = rules.grammar.start()
 
     def _extend_outputs(
         self, scheduled: ScheduledBatch, places: np.ndarray, token_ids: np.ndarray
@@ -140,6 +146,7 @@ class RowTable:
             self.has_edits[row] = self.has_penalties[row] = False
             self.min_tokens[row] = 0
             self.output_ids.pop(row, None)
+            self.matchers.pop(row, None)
 
     def _count(self, params: SamplingParams, change: int) -> None:
         self.num_random += change * (params.temperature > 0)

@@ -11,6 +11,7 @@ import numpy as np
 
 from . import value_checks as checks
 from .errors import InvalidRequestError
+from .structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     import torch
@@ -41,10 +42,10 @@ class SamplingParams:
     """How the tokens of one request are chosen. Checked when built, immutable after that.
 
     Names and meanings are vLLM's, and so is the order in which they act on a row of logits, each
-    on what the one before it left: `logits_processors`, `allowed_token_ids`, `bad_words`,
-    `min_tokens`, `logit_bias`, the repetition, frequency and presence penalties, `temperature`,
-    `min_p`, `top_k`, `top_p`. Log-probabilities are those of the model itself, before all of this
-    (vLLM's default, "raw_logprobs").
+    on what the one before it left: `logits_processors`, `structured_outputs`, `allowed_token_ids`,
+    `bad_words`, `min_tokens`, `logit_bias`, the repetition, frequency and presence penalties,
+    `temperature`, `min_p`, `top_k`, `top_p`. Log-probabilities are those of the model itself,
+    before all of this (vLLM's default, "raw_logprobs").
 
     Numbers may be numpy scalars; they are stored as plain Python values, sequences as tuples.
 
@@ -92,6 +93,9 @@ class SamplingParams:
     logits_processors: Sequence[LogitsProcessor] = ()
     """Functions that change the request's logits, on the host and one row at a time: slow. One
     that raises or gives something unusable ends its own request with an error. At most 1024."""
+
+    structured_outputs: StructuredOutputsParams | None = None
+    """The form that the output's text must have, as a JSON schema; None: any."""
 
     seed: int | None = None
     """-2**63 to 2**64 - 1: equal seeds draw equal tokens, whatever else is in the batch. Negative
@@ -147,6 +151,7 @@ class SamplingParams:
             raise checks.wrong_type("output_kind", self.output_kind, "a RequestOutputKind")
         for name, value in (self._numbers() | self._sequences() | self._flags()).items():
             object.__setattr__(self, name, value)
+        self._check_structure()
         if self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; "
@@ -156,6 +161,19 @@ class SamplingParams:
             raise InvalidRequestError(
                 f"stop={self.stop!r} can't be found in a text that detokenize=False leaves out; "
                 "give stop_token_ids, or detokenize=True"
+            )
+
+    def _check_structure(self) -> None:
+        if self.structured_outputs is None:
+            return
+        if not isinstance(self.structured_outputs, StructuredOutputsParams):
+            raise checks.wrong_type(
+                "structured_outputs", self.structured_outputs, "a StructuredOutputsParams"
+            )
+        if self.ignore_eos:
+            raise InvalidRequestError(
+                "ignore_eos=True would go on past the end that structured_outputs sets; leave out "
+                "one of the two"
             )
 
     def _numbers(self) -> dict[str, object]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .errors import LogitsProcessorError, NonFiniteLogitsError
+from .errors import LogitsProcessorError, NonFiniteLogitsError, StructuredOutputError
 from .logits_rules import LogitsRules
 from .logprobs import LogprobsOutput
 from .sampling_params import SamplingParams
@@ -140,7 +140,8 @@ class StepOutput:
     is_valid: np.ndarray
     """[num_sampled] bool; False where the logits were NaN or infinite and the id means nothing."""
     row_errors: Mapping[int, str] = field(default_factory=dict)
-    """Why a row that is not valid failed, by row of the tables, if its own logits processor did."""
+    """Why a row that is not valid failed, by row of the tables, if its own logits processor or
+    grammar did."""
     logprobs: LogprobsOutput | None = None
     """Of the sampled tokens at `logprobs_of`; None: not wanted."""
     logprobs_of: np.ndarray = field(default_factory=lambda: _NOTHING)
@@ -154,11 +155,15 @@ class StepOutput:
             f"request {sequence.request_id}, output token {num_tokens - sequence.num_prompt_tokens}"
         )
         if sequence.row in self.row_errors:
-            return LogitsProcessorError(f"{what}: {self.row_errors[sequence.row]}")
+            message = self.row_errors[sequence.row]
+            of_grammar = message.startswith("structured_outputs")
+            kind = StructuredOutputError if of_grammar else LogitsProcessorError
+            return kind(f"{what}: {message}")
         if sequence.rules is not None and sequence.rules.forbids:
             return NonFiniteLogitsError(
-                f"{what}: the logits are NaN or infinite, or allowed_token_ids, bad_words and "
-                f"min_tokens leave no token; forbid less, or check the weights and the dtype"
+                f"{what}: the logits are NaN or infinite, or allowed_token_ids, bad_words, "
+                f"min_tokens and structured_outputs leave no token; forbid less, or check the "
+                f"weights and the dtype"
             )
         return NonFiniteLogitsError(
             f"{what}: the logits are NaN or infinite; check the weights and the dtype"

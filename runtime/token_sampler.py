@@ -11,6 +11,7 @@ import torch
 
 from attention.native_build import NativeBuildError
 
+from .grammar_mask import apply_mask, prepare_mask
 from .input_batch import InputBatch
 from .logits_batch import LogitsBatch, apply_rules, run_processors
 from .logprobs import LogprobsOutput
@@ -164,7 +165,11 @@ class TokenSampler:
         )
 
     def _change(self, logits: torch.Tensor, batch: LogitsBatch) -> dict[int, str]:
+        mask = prepare_mask(batch.grammar_work) if batch.grammar_work else None
         errors = run_processors(logits, batch) if batch.host_work else {}
+        if mask is not None:
+            apply_mask(logits, mask)
+            errors |= mask.row_errors
         apply_rules(logits, batch)
         if batch.penalties is not None:
             self._own_counts().penalise(logits, batch.penalties)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .chat_format import ChatFormat, Message, check_messages
 from .errors import InvalidRequestError, ModelLoadError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as TokenizersBackend
-
-Message = Mapping[str, Any]
-"""One turn of a chat: "role", "content" and whatever else the model's template knows."""
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -72,7 +71,8 @@ class Tokenizer:
 
     def __init__(self, loaded: Any, *, name: str) -> None:
         """Wrap a fast tokenizer of transformers; `name` is what errors call the model."""
-        self._loaded = loaded
+        self.loaded = loaded
+        """The same as transformers has it."""
         self._name = name
         self.backend: TokenizersBackend = loaded.backend_tokenizer
         """The tokenizer of the `tokenizers` library, for decoding in steps."""
@@ -91,7 +91,7 @@ class Tokenizer:
     @property
     def eos_token_id(self) -> int | None:
         """Id of the token that ends a text, None where the tokenizer names none."""
-        eos: int | None = self._loaded.eos_token_id
+        eos: int | None = self.loaded.eos_token_id
         return eos
 
     def encode(self, text: str) -> list[int]:
@@ -114,44 +114,41 @@ class Tokenizer:
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template: str | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        self, messages: Sequence[Message], chat_format: ChatFormat | None = None
     ) -> list[int]:
-        """Token ids of a chat, formatted by the model's template or by `chat_template` (Jinja).
+        """Token ids of a chat, formatted by the model's template, or by `chat_format`'s own.
 
-        `add_generation_prompt` opens the assistant's turn; `continue_final_message` leaves the last
-        message open instead. Anything wrong with the chat is an InvalidRequestError.
+        Anything wrong with the chat or the template is an InvalidRequestError.
         """
-        from jinja2 import TemplateError
-
-        _check_messages(messages)
-        if continue_final_message and add_generation_prompt:
-            raise InvalidRequestError(
-                "continue_final_message=True needs add_generation_prompt=False: the last message "
-                "can't be both continued and answered"
-            )
-        if chat_template is None and not self._loaded.chat_template:
+        options = ChatFormat() if chat_format is None else chat_format
+        checked = check_messages(messages)
+        if options.chat_template is None and not self.loaded.chat_template:
             raise InvalidRequestError(
                 f"model {self._name} has no chat template; pass chat_template, or a plain prompt"
             )
+        apply = self.loaded.apply_chat_template
+        for name in options.chat_template_kwargs:
+            if name in inspect.signature(apply).parameters:
+                raise InvalidRequestError(
+                    f"chat_template_kwargs has {name!r}, which is not a variable of its own; give "
+                    "another name, or the argument of that name if there is one"
+                )
         try:
-            ids: list[int] = self._loaded.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=None if tools is None else [dict(tool) for tool in tools],
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
+            ids: list[int] = apply(
+                checked,
+                tools=None if options.tools is None else list(options.tools),
+                chat_template=options.chat_template,
+                add_generation_prompt=options.add_generation_prompt,
+                continue_final_message=options.continue_final_message,
                 tokenize=True,
                 return_dict=False,
+                **options.chat_template_kwargs,
             )
-        except (TemplateError, TypeError, ValueError) as error:
+        except Exception as error:  # a template is a program, and may raise anything
+            own = "" if options.chat_template is None else ", given as chat_template,"
             raise InvalidRequestError(
-                f"the chat template of model {self._name} can't format these messages: {error}"
+                f"the chat template of model {self._name}{own} can't format these messages: "
+                f"{error or type(error).__name__}"
             ) from error
         return ids
 
@@ -165,26 +162,3 @@ def _check_text(text: object, index: int) -> None:
         raise InvalidRequestError(
             f"text {index} has half a surrogate pair at character {error.start}, so it is not text"
         ) from error
-
-
-def _check_messages(messages: object) -> None:
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise InvalidRequestError(
-            f"a chat must be a list of at least one message, but is {messages!r:.80}"
-        )
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise InvalidRequestError(
-                f"message {index} is a {type(message).__name__}, but must be a mapping"
-            )
-        for key in ("role", "content"):
-            if key not in message:
-                raise InvalidRequestError(f"message {index} has no {key!r}: {dict(message)!r:.80}")
-        if not isinstance(message["role"], str):
-            raise InvalidRequestError(f"message {index} has role {message['role']!r}, not a string")
-        content = message["content"]
-        if not isinstance(content, str | list) and not message.get("tool_calls"):
-            raise InvalidRequestError(
-                f"message {index} has content of type {type(content).__name__}, but must have a "
-                "string or a list of parts"
-            )

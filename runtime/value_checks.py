@@ -105,7 +105,10 @@ def _items(name: str, value: object, limit: int, expected: str) -> tuple[object,
     is_text = isinstance(value, (str, bytes, bytearray))
     if is_text or isinstance(value, Mapping) or not isinstance(value, Iterable):
         raise wrong_type(name, value, expected)
-    given = tuple(islice(value, limit + 1))  # some iterables never end
+    try:
+        given = tuple(islice(value, limit + 1))  # some iterables never end
+    except TypeError:  # as of an array without dimensions
+        raise wrong_type(name, value, expected) from None
     if len(given) > limit:
         raise InvalidRequestError(f"{name} has more than {limit} entries: give at most {limit}")
     return given

@@ -51,8 +51,8 @@ def test_errors_are_relative_to_what_was_measured():
 
 def test_loads_are_served_and_foretold_with_one_fit(monkeypatch, capsys, tmp_path, checkpoint):
     loads = {
-        name: calibrate.Load(inputs=inputs, outputs=(8, 20), rate=rate)
-        for name, inputs, rate in (("fitted", (10, 100), 100.0), ("other", (10, 50), 50.0))
+        name: calibrate.Load(inputs=inputs, outputs=(8, 20), share=share)
+        for name, inputs, share in (("fitted", (10, 100), 0.8), ("other", (10, 50), 0.5))
     }
     monkeypatch.setattr(calibrate, "LOADS", loads)
     path = tmp_path / "times.json"

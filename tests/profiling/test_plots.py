@@ -49,7 +49,7 @@ def test_all_plots_of_runs_are_written(tmp_path, latencies):
     pytest.importorskip("matplotlib", reason="matplotlib draws the plots")
     item = report(latencies.times, latencies.gaps, np.array([5, 5]))
     lines = {"mixed": {1.0: item, math.inf: item}}
-    plots.plot_runs(tmp_path, {"mixed": latencies}, lines, {"mixed, rate 1": log()})
+    plots.plot_runs(tmp_path, {"mixed": {1.0: latencies}}, lines, {"mixed, rate 1": log()})
     written = sorted(path.name for path in tmp_path.iterdir())
     assert written == ["latencies.png", "rates.png", "steps_mixed__rate_1.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
@@ -57,6 +57,6 @@ def test_all_plots_of_runs_are_written(tmp_path, latencies):
 
 def test_nothing_is_written_without_matplotlib(tmp_path, latencies, monkeypatch):
     monkeypatch.setattr(plots, "pyplot", lambda: None)
-    plots.plot_runs(tmp_path / "plots", {"a": latencies}, {"a": {}}, {"a": log()})
-    assert not plots.plot_latencies(tmp_path / "a.png", {"a": latencies})
+    plots.plot_runs(tmp_path / "plots", {"a": {1.0: latencies}}, {"a": {}}, {"a": log()})
+    assert not plots.plot_latencies(tmp_path / "a.png", {"a": {1.0: latencies}})
     assert not any(tmp_path.iterdir())

@@ -56,7 +56,6 @@ def test_a_fitted_step_time_needs_a_pool(monkeypatch, capsys, tmp_path):
         "per_token": [1e-4],
         "per_kv_token": 0.0,
         "per_pair": 0.0,
-        "per_sample": 0.0,
     }
     path.write_text(json.dumps(times))
     arguments = ("--step-time", str(path), "--num-requests", "5", "--outputs", "2", "2")

@@ -18,6 +18,7 @@ from workload import Workload, read_azure, uniform
 
 from graphs.capture_sizes import CaptureLadders
 from runtime.scheduler_config import SchedulerConfig
+from runtime.sequence import Sequence
 
 TRACE = Path(__file__).parents[1] / "data" / "azure_conversation_head200.csv"
 STEP_TIME = RooflineStepTime(model=MODELS["qwen3-8b"], hardware=HARDWARE["h100"])
@@ -28,9 +29,10 @@ def check_after_each_skip(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recount all rows and blocks after everything that is skipped."""
     skip = SkippingScheduler.skip
 
-    def checked(self, *arguments) -> None:
-        skip(self, *arguments)
+    def checked(self, *arguments) -> list[Sequence]:
+        finished = skip(self, *arguments)
         self.check_integrity()
+        return finished
 
     monkeypatch.setattr(SkippingScheduler, "skip", checked)
 
@@ -131,7 +133,7 @@ def test_a_trace_is_the_same_with_most_steps_skipped(policy):
         policy=policy,
     )
     skipping, _ = with_and_without_skipping(workload, server)
-    assert skipping.totals.num_calls < 0.2 * skipping.totals.num_steps
+    assert skipping.totals.num_calls < 0.1 * skipping.totals.num_steps
 
 
 def test_traffic_that_preempts_is_the_same():
@@ -139,6 +141,36 @@ def test_traffic_that_preempts_is_the_same():
     skipping, single = with_and_without_skipping(workload, options(num_blocks=70))
     assert skipping.totals.num_preemptions > 0
     assert skipping.totals.num_calls < single.totals.num_calls
+
+
+@pytest.mark.parametrize("num_blocks", [35, 60, 200])
+def test_whole_prompts_are_the_same_with_and_without_skipping(num_blocks):
+    workload = uniform(60, (1, 100), (20, 30), 3).arriving("poisson", 100.0)
+    server = options(
+        policy="prefill_first",
+        whole_prompts=True,
+        num_blocks=num_blocks,
+        max_num_batched_tokens=150,
+    )
+    skipping, single = with_and_without_skipping(workload, server, logs_steps=True)
+    assert (skipping.totals.num_preemptions > 0) == (num_blocks < 200)
+    assert skipping.totals.num_calls < single.totals.num_calls
+    assert all(0 in (s.num_decodes, s.num_prompt_tokens) for s in skipping.logs[0])
+
+
+def test_no_prompt_is_cut_and_nothing_is_set_aside_under_whole_prompts():
+    # Four prompts of 40 tokens: three fit a step of 150 tokens, and two fit the pool of 100.
+    workload = dataclasses.replace(uniform(4, (40, 40), (9, 9), 0), arrivals=np.zeros(4))
+    server = options(policy="prefill_first", max_num_batched_tokens=150, num_blocks=25)
+    cutting, whole = (
+        simulate(workload, dataclasses.replace(server, whole_prompts=w), STEP_TIME, logs_steps=True)
+        for w in (False, True)
+    )
+    large = dataclasses.replace(server, whole_prompts=True, num_blocks=200)
+    roomy = simulate(workload, large, STEP_TIME, logs_steps=True)
+    assert [s.num_prompt_tokens for s in roomy.logs[0] if s.num_prompt_tokens] == [120, 40]
+    assert [s.num_prompt_tokens for s in whole.logs[0] if s.num_prompt_tokens] == [80, 80]
+    assert cutting.logs[0][0].num_prompt_tokens == 80
 
 
 def test_one_request_takes_the_sum_of_its_steps():

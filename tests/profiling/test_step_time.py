@@ -89,7 +89,6 @@ def fitted() -> FittedStepTime:
         per_token=(0.0, 0.0, 1e-5, 1e-5, 2e-5, 2e-5, 3e-5, 3e-5, 3e-5, 3e-5),
         per_kv_token=2e-8,
         per_pair=3e-9,
-        per_sample=1e-5,
     )
 
 
@@ -121,6 +120,17 @@ def test_fit_finds_the_times_that_steps_took_also_of_steps_not_seen():
     errors = [found.step_seconds(s) / truth.step_seconds(s) - 1 for s in unseen]
     assert np.abs(errors).max() < 0.06
     assert min(found.base, found.per_kv_token, found.per_pair, *found.per_token) >= 0
+
+
+def test_fit_passes_over_steps_that_something_disturbed():
+    rng = np.random.default_rng(1)
+    seen, unseen = random_shapes(rng, 600), random_shapes(rng, 200)
+    truth = fitted()
+    seconds = np.array([truth.step_seconds(s) for s in seen])
+    seconds[::20] *= 4
+    found = fit(seen, seconds)
+    errors = [found.step_seconds(s) / truth.step_seconds(s) - 1 for s in unseen]
+    assert np.abs(errors).max() < 0.06
 
 
 def test_fitted_times_survive_a_file(tmp_path):

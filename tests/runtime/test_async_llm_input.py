@@ -126,6 +126,12 @@ JUNK = (
 )
 
 
+CHAT_OPTIONS = (
+    *("cache_salt", "chat_template", "add_generation_prompt", "continue_final_message", "tools"),
+    "chat_template_kwargs",
+)
+
+
 def test_junk_in_any_place_is_a_type_or_value_error_or_works(llm):
     rng = random.Random(0)
     outcomes = Counter()
@@ -138,8 +144,8 @@ def test_junk_in_any_place_is_a_type_or_value_error_or_works(llm):
             if rng.random() < 0.15
         }
         arguments.setdefault("sampling_params", greedy(2))
-        if call == llm.chat and rng.random() < 0.2:
-            arguments["cache_salt"] = rng.choice(JUNK)
+        if call == llm.chat and rng.random() < 0.3:
+            arguments[rng.choice(CHAT_OPTIONS)] = rng.choice(JUNK)
         try:
             await collect(call(rng.choice(JUNK), **arguments))
             outcomes["works"] += 1
@@ -157,6 +163,27 @@ def test_junk_in_any_place_is_a_type_or_value_error_or_works(llm):
     assert run(main())
     assert outcomes["works"] > 20
     assert set(outcomes) == {"works", "TypeError", "InvalidRequestError"}
+
+
+def test_junk_is_refused_by_the_engines_own_calls_too(llm):
+    async def main():
+        for value in (None, 5, True, b"a", ["a"], {}, np.arange(3)):
+            with pytest.raises(TypeError, match="request_id="):
+                await llm.abort(value)
+        for arguments, error in (
+            ({"drain": 1}, TypeError),
+            ({"drain": None}, TypeError),
+            ({"timeout": "5"}, TypeError),
+            ({"timeout": -1.0}, InvalidRequestError),
+            ({"timeout": float("nan")}, InvalidRequestError),
+        ):
+            with pytest.raises(error, match=next(iter(arguments))):
+                await llm.shutdown(**arguments)
+        assert llm.is_running
+        assert (await final(llm.generate("abc", greedy(2)))).finish_reason == "length"
+        return await is_clean(llm)
+
+    assert run(main())
 
 
 def test_request_ids_are_unique_among_unfinished_requests(llm):
@@ -187,8 +214,8 @@ def test_a_stream_is_read_by_one_task_in_its_own_loop(llm):
         with pytest.raises(RuntimeError, match="another event loop"):
             await asyncio.to_thread(asyncio.run, collect(stream))
         gate.open()
-        await reading
-        assert (await final(stream)).finish_reason == "length"
+        outputs = [await reading, *await collect(stream)]  # the first may be the last
+        assert outputs[-1].outputs[0].finish_reason == "length"
 
     run(main())
     with pytest.raises(RuntimeError, match="no running event loop"):

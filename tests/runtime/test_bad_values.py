@@ -12,8 +12,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from runtime import LLM, InvalidRequestError, SamplingParams
+from runtime import LLM, InvalidRequestError, SamplingParams, StructuredOutputsParams
+from runtime.chat_format import ChatFormat
 
+FORM_FIELDS = tuple(field.name for field in dataclasses.fields(StructuredOutputsParams))
+FORMAT_FIELDS = tuple(field.name for field in dataclasses.fields(ChatFormat))
 FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 VOCAB = 300
@@ -66,6 +69,15 @@ plausible: dict[str, st.SearchStrategy[Any]] = {
     "logprobs": st.integers(-1, 21),
     "prompt_logprobs": st.integers(-1, 21),
     "truncate_prompt_tokens": st.integers(-1, 3),
+    "structured_outputs": st.sampled_from(
+        [
+            StructuredOutputsParams(regex="[ab]{1,3}"),
+            StructuredOutputsParams(choice=["a", "bc"]),
+            StructuredOutputsParams(json_object=True),
+            StructuredOutputsParams(regex="(a"),
+            StructuredOutputsParams(json={"type": "strin"}),
+        ]
+    ),
 }
 options_of = st.dictionaries(st.sampled_from(FIELDS), st.none(), min_size=1, max_size=4).flatmap(
     lambda names: st.fixed_dictionaries(
@@ -93,6 +105,32 @@ def test_sampling_params_take_a_value_or_refuse_it_by_the_fields_name(
     if params is not None:
         assert dataclasses.replace(params) == params
         hash(params)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(st.sampled_from(FORM_FIELDS), values, min_size=1, max_size=2))
+def test_a_form_takes_a_value_or_refuses_it_by_the_fields_name(options: dict[str, Any]) -> None:
+    try:
+        form = StructuredOutputsParams(**options)
+    except (TypeError, InvalidRequestError) as error:
+        names = ("structured_outputs", *options)
+        assert any(name in str(error) for name in names), f"{options}: {error}"
+        assert len(str(error)) < 2000
+    else:
+        assert dataclasses.replace(form) == form
+        hash(form)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(FORMAT_FIELDS), values)
+def test_a_chat_format_takes_a_value_or_refuses_it_by_the_fields_name(
+    name: str, value: Any
+) -> None:
+    try:
+        ChatFormat(**{name: value})
+    except (TypeError, InvalidRequestError) as error:
+        assert name in str(error)
+        assert len(str(error)) < 2000
 
 
 @pytest.fixture(scope="module")
@@ -187,4 +225,32 @@ def test_ids_outside_the_vocabulary_are_refused_beside_good_prompts(llm, expecte
     else:
         with pytest.raises(InvalidRequestError, match=f"prompt {int(good)}: "):
             llm.generate(prompts, GREEDY, use_tqdm=False)
+    undisturbed(llm, expected)
+
+
+@QUICK
+@given(name=st.sampled_from(("use_tqdm", "priority", "cache_salt", *FORMAT_FIELDS)), value=values)
+def test_any_option_of_a_chat_works_or_is_refused(llm, expected, name, value):
+    conversation = [{"role": "user", "content": "hi"}]
+    try:
+        llm.chat(conversation, **{"sampling_params": GREEDY, "use_tqdm": False, name: value})
+    except (TypeError, InvalidRequestError) as error:
+        named = name in str(error) or (name, value) == ("chat_template", "")
+        assert named or "chat template" in str(error) or "prompt 0: " in str(error), error
+    undisturbed(llm, expected)
+
+
+@settings(QUICK, max_examples=200)
+@given(
+    name=st.sampled_from(("params", "request_id", "priority", "arrival_time", "cache_salt")),
+    value=values,
+)
+def test_any_option_of_an_engines_request_works_or_is_refused(llm, expected, name, value):
+    engine = llm.engine
+    try:
+        sequence = engine.add_request([1, 2], **{"params": GREEDY, name: value})
+    except (TypeError, InvalidRequestError) as error:
+        assert name in str(error)
+    else:
+        engine.abort(sequence.request_id)
     undisturbed(llm, expected)

@@ -14,6 +14,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as TokenizersTokenizer
 from transformers import PreTrainedTokenizerFast
 
+from runtime.chat_format import ChatFormat
 from runtime.errors import InvalidRequestError, ModelLoadError
 from runtime.tokenizer import Tokenizer, load_end_token_ids, load_tokenizer
 
@@ -189,7 +190,7 @@ CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes
 
 
 def chat_text(tokenizer: Tokenizer, messages: Any = CHAT, **options: Any) -> str:
-    ids = tokenizer.apply_chat_template(messages, **options)
+    ids = tokenizer.apply_chat_template(messages, ChatFormat(**options))
     return tokenizer.decode(ids, skip_special_tokens=False)
 
 
@@ -203,7 +204,7 @@ def test_the_last_message_can_be_continued(tokenizer: Tokenizer) -> None:
     options = {"continue_final_message": True, "add_generation_prompt": False}
     assert chat_text(tokenizer, **options) == "user:hi\nassistant:yes"
     with pytest.raises(InvalidRequestError, match="needs add_generation_prompt=False"):
-        tokenizer.apply_chat_template(CHAT, continue_final_message=True)
+        ChatFormat(continue_final_message=True)
 
 
 def test_a_template_can_be_passed_in(make_directory: Make) -> None:
@@ -242,7 +243,7 @@ def test_bad_messages_are_named(tokenizer: Tokenizer, messages: Any, message: st
 
 def test_a_bad_template_is_an_invalid_request(tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidRequestError, match="can't format these messages"):
-        tokenizer.apply_chat_template(CHAT, chat_template="{% for %}")
+        tokenizer.apply_chat_template(CHAT, ChatFormat(chat_template="{% for %}"))
 
 
 # End ids

@@ -14,6 +14,7 @@ import numpy as np
 
 from .block_manager import BlockManager
 from .config import EngineConfig
+from .cpu_threads import limit_threads
 from .errors import InvalidRequestError
 from .grammar import GrammarCompiler
 from .logits_rules import LogitsRules, check_vocabulary, make_logits_rules
@@ -61,6 +62,8 @@ class Engine:
         stored = stored_dtype(path) if config.load_format == "auto" else None
         self.config = config.resolve(decoder, path, stored)
         logger.info("configuration:\n%s", self.config.describe())
+        if self.config.device.type == "cpu":
+            limit_threads()
         self.vocab_size = decoder.vocab_size
         self.end_token_ids = load_end_token_ids(path, tokenizer)
         self._tokenizer = tokenizer

@@ -18,7 +18,7 @@ from .cpu_threads import limit_threads
 from .errors import InvalidRequestError
 from .grammar import GrammarCompiler
 from .logits_rules import LogitsRules, check_vocabulary, make_logits_rules
-from .logprobs import LogprobsRecord
+from .logprobs import LogprobsRecord, new_record
 from .metrics import EngineCounters, EngineMetrics, MetricsRecorder
 from .model_runner import ModelRunner
 from .models import load_decoder_config, stored_dtype
@@ -387,16 +387,4 @@ class Engine:
         return self._last_rules[1]
 
     def _new_record(self, name: str, asked: int | None) -> LogprobsRecord | None:
-        """A record for as many likeliest tokens; raises InvalidRequestError if it is too many."""
-        if asked is None:
-            return None
-        num = self.vocab_size if asked == -1 else asked
-        most = self.config.max_logprobs
-        most = self.vocab_size if most == -1 else min(most, self.vocab_size)
-        if num > most:
-            raise InvalidRequestError(
-                f"{name}={asked} asks for {num} tokens of {self.vocab_size}, and the engine's "
-                f"max_logprobs={self.config.max_logprobs} allows {most}; ask for fewer, or make "
-                "the engine with a larger one"
-            )
-        return LogprobsRecord(num)
+        return new_record(name, asked, self.vocab_size, self.config.max_logprobs)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .errors import InvalidRequestError
 from .outputs import Logprob
 
 if TYPE_CHECKING:
@@ -85,6 +86,33 @@ class LogprobsRecord:
                     }
                 )
         return dicts
+
+
+def new_record(
+    name: str, asked: int | None, vocab_size: int, max_logprobs: int
+) -> LogprobsRecord | None:
+    """A record for as many likeliest tokens as the parameter `name` asks for.
+
+    Args:
+        name: "logprobs" or "prompt_logprobs".
+        asked: its value; -1: all tokens; None: none are wanted.
+        vocab_size: all tokens.
+        max_logprobs: the engine's option of that name.
+
+    Raises:
+        InvalidRequestError: it is too many.
+    """
+    if asked is None:
+        return None
+    num = vocab_size if asked == -1 else asked
+    most = vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size)
+    if num > most:
+        raise InvalidRequestError(
+            f"{name}={asked} asks for {num} tokens of {vocab_size}, and the engine's "
+            f"max_logprobs={max_logprobs} allows {most}; ask for fewer, or make the engine with a "
+            "larger one"
+        )
+    return LogprobsRecord(num)
 
 
 def record_logprobs(

@@ -32,6 +32,7 @@ def test_defaults_sample_from_the_whole_distribution_for_256_tokens() -> None:
         "allowed_token_ids": None,
         "bad_words": (),
         "logits_processors": (),
+        "structured_outputs": None,
         "seed": None,
         "max_tokens": 256,
         "min_tokens": 0,

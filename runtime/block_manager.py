@@ -116,15 +116,19 @@ class BlockManager:
         return sum(block.ref_count == 0 for block in hits)
 
     def claim(self, sequence: Sequence, hits: list[Block]) -> None:
-        """Make `hits`, in order, the first blocks of a sequence that owns none."""
+        """Make `hits`, in order, the first blocks of a sequence that owns none.
+
+        They are what `find_prefix` gave, or blocks of a sibling, which need not be registered.
+        """
         assert not sequence.blocks, f"{sequence.request_id} owns blocks already"
         for block in hits:
             if block.ref_count == 0:
                 self._free.remove(block)
             block.ref_count += 1
         sequence.blocks = list(hits)
-        sequence.num_chained_blocks = len(hits)
-        sequence.chain_uid = hits[-1].uid if hits else ROOT_UID
+        if hits and hits[-1].uid != UNREGISTERED:
+            sequence.num_chained_blocks = len(hits)
+            sequence.chain_uid = hits[-1].uid
 
     def register(
         self, sequence: Sequence, token_ids: np.ndarray, num_scheduled: int, step: int
@@ -237,8 +241,8 @@ class BlockManager:
 
     def _register_block(self, block: Block, key: tuple[int, int], content: bytes, step: int) -> int:
         if block.uid != UNREGISTERED:
-            # Under a parent that was forgotten since, where nobody can find it: siblings share
-            # blocks, and each registers them under what it finds now.
+            # Under a parent that was forgotten since, where nobody can find it; a sibling that
+            # shares it registers it under what is there now.
             self._forget(block)
         self._last_uid += 1
         block.uid = self._last_uid

@@ -96,8 +96,7 @@ def pack(table: RowTable, scheduled: ScheduledBatch, staging: StagingBuffer) -> 
             **{name: (array.dtype.type, array.shape) for name, array in extras.arrays.items()},
         }
     )
-    host = layout.host
-    cu_seqlens_q = host["cu_seqlens_q"]
+    host, cu_seqlens_q = layout.host, layout.host["cu_seqlens_q"]
     cu_seqlens_q[0] = host["cu_seqlens_k"][0] = 0
     new.cumsum(out=cu_seqlens_q[1:])
     context.cumsum(out=host["cu_seqlens_k"][1:])

@@ -278,3 +278,24 @@ def test_claiming_from_the_middle_touches_a_constant_number_of_blocks():
         assert len(sequence.blocks) == 1_000
         costs.append(calls)
     assert costs[0] == costs[1], costs
+
+
+@pytest.mark.parametrize("forgotten", [(2,), (0, 2), (0, 1, 2)])
+def test_a_siblings_blocks_are_registered_again_where_they_can_be_found(forgotten):
+    """Also the one in the middle, which is registered under a parent that is gone."""
+    manager, tokens = BlockManager(8, B), np.arange(3 * B, dtype=np.int32)
+    first = fill(manager, tokens)
+    for index in forgotten:
+        manager._forget(first.blocks[index])
+    second = make_sequence(tokens)
+    manager.claim(second, first.blocks)
+    manager.register(second, tokens, 3 * B, 1)
+    manager.check_integrity([first, second])
+    assert manager.find_prefix(np.append(tokens, [1]).astype(np.int32)) == first.blocks
+    assert manager.find_prefix(np.append(tokens[2 * B :], [1]).astype(np.int32)) == []
+    manager.rollback(1)
+    manager.free(second)
+    manager.check_integrity([first])
+    manager.free(first)
+    manager.check_integrity([])
+    assert manager.num_free_blocks == 7

@@ -269,10 +269,11 @@ def test_others_are_admitted_while_siblings_wait_for_their_prompt(make_bench):
 @pytest.mark.parametrize("caching", [False, True], ids=["no cache", "cache"])
 @pytest.mark.parametrize("num_steps", range(6))
 @pytest.mark.parametrize("place", [0, 2])
-def test_one_that_leaves_takes_nobody_along(make_bench, caching, num_steps, place):
+@pytest.mark.parametrize("chunk", [None, 9])
+def test_one_that_leaves_takes_nobody_along(make_bench, caching, num_steps, place, chunk):
     """At any time: before its prompt, in the middle of it, before and after it was shared."""
     for leave in ("abort", "hold"):
-        bench = make_bench(budget=16, prefix_caching=caching)
+        bench = make_bench(budget=16, prefix_caching=caching, max_prefill_chunk=chunk)
         streams = bench.add(list(range(40)), 6, n=4).streams
         for _ in range(num_steps):
             bench.step()
@@ -315,6 +316,23 @@ def test_a_preempted_stream_takes_the_prompt_over_again(make_bench):
     bench.scheduler.update(batch, bench.model.execute(batch))
     bench.run()
     assert [len(bench.output(s)) for s in streams] == [12] * 3
+
+
+@pytest.mark.parametrize("last", [48, 49])
+def test_shared_blocks_that_the_cache_has_forgotten_are_registered_anew(make_bench, last):
+    bench = make_bench(budget=200)
+    prompt = list(range(last))
+    streams = bench.add(prompt, 20, n=2).streams
+    bench.step()
+    bench.blocks.reset_prefix_cache()
+    bench.step()
+    assert streams[1].blocks[1] is streams[0].blocks[1]
+    assert bench.blocks.num_registered_blocks == 3
+    others = [bench.add([*prompt[start:], 90, 91], 4) for start in (0, 16, 32)]
+    bench.step()
+    assert [other.num_cached_tokens for other in others] == [48, 0, 0]
+    bench.run()
+    assert all(bench.output(sequence) for sequence in bench.added)
 
 
 # Outputs
@@ -375,6 +393,35 @@ def test_a_stream_names_the_index_of_each_piece(llm, kind):
         assert len(outputs) == 1 or kind is CUMULATIVE
     assert is_clean(llm.engine)
     assert not llm._streamed
+
+
+@pytest.mark.parametrize("kind", [CUMULATIVE, DELTA])
+def test_prompt_logprobs_are_whole_though_another_stream_comes_first(checkpoint, kind):
+    """As after a step that failed: the first is held while the others get their tokens."""
+    with LLM(checkpoint("llama"), **SIZES) as llm:
+        engine, prompt = llm.engine, [(7 * i) % 250 for i in range(60)]
+        params = Params(n=3, max_tokens=9, prompt_logprobs=1, output_kind=kind)
+        params = replace(params, ignore_eos=True)
+        (alone,) = llm.generate([prompt], replace(params, n=1), use_tqdm=False)
+        first = []
+
+        def hold(scheduled):
+            if not first:
+                first.append(engine.unfinished_sequences()[0])
+                engine.scheduler.hold(first)
+            elif any(stream.first_token_time is not None for stream in first[0].streams):
+                engine.scheduler.resume(first)
+
+        llm.reset_prefix_cache()
+        engine.on_step = hold
+        outputs = list(llm.generate_iter([prompt], params))
+        given = [output.prompt_logprobs for output in outputs]
+        wholes = [each for each in given if each is not None]
+        assert {len(each) for each in wholes} == {60}
+        assert given[0] is None
+        assert len(wholes) == 1 or kind is CUMULATIVE
+        for mine, other in zip(wholes[-1][1:], alone.prompt_logprobs[1:], strict=True):
+            assert mine.keys() == other.keys()
 
 
 def test_leaving_a_stream_early_aborts_all_of_it(llm):

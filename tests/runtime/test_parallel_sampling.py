@@ -272,7 +272,7 @@ def test_others_are_admitted_while_siblings_wait_for_their_prompt(make_bench):
 @pytest.mark.parametrize("chunk", [None, 9])
 def test_one_that_leaves_takes_nobody_along(make_bench, caching, num_steps, place, chunk):
     """At any time: before its prompt, in the middle of it, before and after it was shared."""
-    for leave in ("abort", "hold"):
+    for leave, num_steps_away in (("abort", 0), ("hold", 0), ("hold", 3)):
         bench = make_bench(budget=16, prefix_caching=caching, max_prefill_chunk=chunk)
         streams = bench.add(list(range(40)), 6, n=4).streams
         for _ in range(num_steps):
@@ -281,8 +281,9 @@ def test_one_that_leaves_takes_nobody_along(make_bench, caching, num_steps, plac
             bench.scheduler.abort(streams[place])
         else:
             bench.scheduler.hold([streams[place]])
+            assert not bench.scheduler._waiting._set_aside, "it would be in the queue twice"
             bench.scheduler.check_integrity()
-        for _ in range(3):
+        for _ in range(num_steps_away):
             bench.step()
         if leave == "hold":
             bench.scheduler.resume([streams[place]])

@@ -480,6 +480,23 @@ def test_metrics_count_streams_and_look_the_prompt_up_once(checkpoint):
         assert is_clean(llm.engine)
 
 
+def test_a_request_is_unfinished_until_its_last_stream_has_ended(llm):
+    engine = llm.engine
+    params = Params(n=3, max_tokens=20, ignore_eos=True)
+    first = engine.add_request([1, 2, 3], params, request_id="mine")
+    first.max_total_tokens = 5
+    while not first.is_finished:
+        engine.step()
+    assert engine.unfinished_sequences() == list(first.streams[1:])
+    assert engine.metrics().num_running == 2
+    with pytest.raises(InvalidRequestError, match="in use by an unfinished request"):
+        engine.add_request([1], Params(), request_id="mine")
+    assert engine.abort("mine") is first
+    assert engine.abort("mine") is None
+    assert [s.finish_reason for s in first.streams] == ["length", "abort", "abort"]
+    assert is_clean(engine)
+
+
 def test_what_makes_no_sense_is_refused(llm):
     with pytest.raises(InvalidRequestError, match="n=3 with temperature=0 would give 3 equal"):
         Params(n=3, temperature=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from dataclasses import replace
 
@@ -569,6 +570,31 @@ def test_what_ends_a_request_ends_all_its_streams(async_llm, how):
             errors = {completion.error for completion in last.outputs}
             assert errors == {None} if how == "abort" else "deadline" in str(errors)
         assert [len(c.token_ids) for c in (await collect(other))[-1].outputs] == [30, 30]
+        assert await is_left_clean(async_llm)
+
+    run(main())
+
+
+def test_a_request_can_be_aborted_after_some_of_its_streams_have_ended(llm, async_llm):
+    params = Params(n=2, seed=2, max_tokens=40, stop_token_ids=range(0, 300, 9))
+    (whole,) = llm.generate([[3] * 10], params, use_tqdm=False)
+    lengths = [len(completion.token_ids) for completion in whole.outputs]
+    assert lengths[0] + 3 < lengths[1], "the first, which is also a step ahead, ends first"
+
+    async def main():
+        gate = Gate(async_llm)
+        stream = async_llm.generate([3] * 10, params, "mine")
+        gate.let_through(lengths[0] + 1)
+        async for output in stream:
+            if output.outputs[0].finish_reason is not None:
+                break
+        aborting = asyncio.create_task(async_llm.abort("mine"))
+        await asyncio.sleep(0)  # it is sent
+        gate.open()
+        await aborting
+        last = (await collect(stream))[-1]
+        assert [c.finish_reason for c in last.outputs] == ["stop", "abort"]
+        assert last.outputs[0] == whole.outputs[0]
         assert await is_left_clean(async_llm)
 
     run(main())

@@ -149,7 +149,7 @@ class DecoderWeights:
         for name, shape in self._shapes.items():
             weight = self.decoder.get(name)
             if isinstance(weight, Tensor) and len(shape) > 1 and not name.endswith("norm"):
-                weight.untyped_storage().resize_(0)
+                weight.data = weight.new_empty(0)
 
     def _fill(self, stored: dict[str, StoredTensor] | None) -> None:
         """Read every parameter, or draw it, into memory that it has or gets now."""
@@ -171,8 +171,8 @@ class DecoderWeights:
         weight, shape = self.decoder.get(name), self._shapes[name]
         if not isinstance(weight, Tensor) or weight.is_meta:
             return torch.empty(shape, dtype=self._dtype, device=self._device)
-        if weight.untyped_storage().nbytes() == 0:
-            weight.untyped_storage().resize_(weight.nbytes)
+        if weight.shape != shape:  # it was released
+            weight.data = weight.new_empty(shape)
         return weight
 
     def _check_fit(self, path: Path, stored: dict[str, StoredTensor]) -> None:

@@ -123,13 +123,16 @@ def test_a_reload_gives_what_a_fresh_engine_gives_on_cuda(checkpoint, tmp_path, 
 
 
 @pytest.mark.usefixtures("packable", "compiled_once")
-@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.slow)], ids=str
+)
 def test_compiled_layers_go_on_without_compiling_again(checkpoint, tmp_path, options):
-    new = other_weights(checkpoint("qwen3"), tmp_path / "new")
-    options = {**options, "compile": True}
+    new = other_weights(checkpoint("llama"), tmp_path / "new")
+    # Sizes that other tests compile too.
+    options = {**options, "compile": True, "max_model_len": 256, "max_num_batched_tokens": 32}
     with make(new, **options) as llm:
         expected = generate(llm)
-    with make(checkpoint("qwen3"), **options) as llm:
+    with make(checkpoint("llama"), **options) as llm:
         before, compilation = generate(llm), llm.stats()["compile"]
         assert compilation["enabled"]
         llm.reload_weights(new)

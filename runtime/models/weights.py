@@ -133,8 +133,9 @@ class DecoderWeights:
             self._fill(stored)
         except Exception as error:
             raise ModelLoadError(
-                f"reading weights from {path} failed half-way: {error}. Those in memory are now "
-                "partly the old ones, and nothing runs until reload_weights() succeeds"
+                f"reading weights from {path or 'the seed'} failed half-way: {error}. What is in "
+                "memory now is of no use: requests are refused until they are read whole, by "
+                "reload_weights(), or by wake_up() if the engine sleeps"
             ) from error
         self._path = path
 
@@ -151,6 +152,7 @@ class DecoderWeights:
             if isinstance(weight, Tensor) and len(shape) > 1 and not name.endswith("norm"):
                 weight.data = weight.new_empty(0)
 
+    @torch.inference_mode(mode=False)  # the caller's mode would mark what is allocated
     def _fill(self, stored: dict[str, StoredTensor] | None) -> None:
         """Read every parameter, or draw it, into memory that it has or gets now."""
         self.is_whole = False

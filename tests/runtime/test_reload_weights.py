@@ -153,6 +153,22 @@ def test_weights_are_converted_to_the_dtype_that_runs(checkpoint, tmp_path):
         assert generate(llm) == expected
 
 
+def test_the_callers_inference_mode_makes_no_difference(checkpoint, tmp_path):
+    new = other_weights(checkpoint("llama"), tmp_path / "new")
+    with make(new) as llm:
+        expected = generate(llm)
+    with torch.inference_mode(), make(checkpoint("llama")) as llm:
+        llm.sleep(2)
+        llm.wake_up()
+        llm.reload_weights(new)
+        assert generate(llm) == expected
+        assert not any(weight.is_inference() for weight in llm.engine._runner._model.parameters())
+        with torch.inference_mode(mode=False):
+            llm.reload_weights(checkpoint("llama"))
+            llm.reload_weights(new)
+        assert generate(llm) == expected
+
+
 def test_random_weights_are_drawn_again_until_some_are_read(checkpoint, tmp_path):
     with make(checkpoint("llama")) as llm:
         expected = generate(llm)
@@ -265,7 +281,9 @@ def test_after_half_a_reload_nothing_is_served_until_a_whole_one(
     with make(checkpoint("llama"), **options) as llm:
         before = generate(llm)
         monkeypatch.setattr(weights_module, "read_into", failing)
-        with pytest.raises(ModelLoadError, match=r"half-way: the disk .* until reload_weights\(\)"):
+        with pytest.raises(
+            ModelLoadError, match=r"half-way: the disk .*refused until .*reload_weights"
+        ):
             llm.reload_weights(new)
         monkeypatch.undo()
         with pytest.raises(EngineStateError, match=r"only in part; call reload_weights\(\)"):

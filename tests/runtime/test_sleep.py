@@ -19,6 +19,7 @@ from runtime import (
     InvalidRequestError,
     ModelLoadError,
 )
+from runtime.kv_memory import give_back_free_memory
 from runtime.models.linear import PackedWeight
 from tests.runtime.other_weights import change_config, other_weights
 from tests.runtime.stream_reading import Gate, collect, final, greedy, is_clean, run
@@ -59,6 +60,7 @@ def test_level_1_gives_back_the_kv_pool(checkpoint, graph_mode):
         before = generate(llm)
         num_blocks = llm.stats()["num_kv_blocks"]
         assert num_blocks * PagedKVCache.bytes_per_block(llm.engine._runner._spec) > 64 * MIB
+        give_back_free_memory(torch.device("cpu"))  # of earlier tests
         awake = resident_bytes()
         llm.sleep()
         assert awake - resident_bytes() > 60 * MIB
@@ -100,7 +102,9 @@ def test_level_2_gives_back_the_weights(large, options, bytes_per_weight):
             engine.step()
         return sequence.output_token_ids
 
-    before, awake = tokens(), resident_bytes()
+    before = tokens()
+    give_back_free_memory(torch.device("cpu"))  # of earlier tests
+    awake = resident_bytes()
     engine.sleep(2)
     assert awake - resident_bytes() > 0.9 * bytes_per_weight * num_weights
     engine.wake_up()

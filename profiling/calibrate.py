@@ -82,6 +82,7 @@ def make_engine(args: argparse.Namespace) -> Engine:
             kv_cache_bytes=1 << 30,
             enable_prefix_caching=False,
             policy=args.policy,
+            overlap_scheduling=False,  # the simulator runs one step at a time
         )
     )
     warm_up(engine, args.budget)

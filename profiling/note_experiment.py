@@ -201,6 +201,7 @@ def on_a_cpu(args: argparse.Namespace) -> None:
                 num_kv_blocks=pool * BLOCK_SIZE // SMALLER // 16,
                 enable_prefix_caching=False,
                 policy=policy,
+                overlap_scheduling=False,  # as the engines of the measurement
             )
         )
         warm_up(engines[name], min(budget, inputs[1]))

@@ -348,8 +348,7 @@ class EngineConfig:
     def _resolve_overlap(self, device: torch.device, reasons: dict[str, str]) -> bool:
         if self.overlap_scheduling is not None:
             return self.overlap_scheduling
-        why = "" if device.type == "cuda" else ", where host and step share the processors"
-        reasons["overlap_scheduling"] = f"the default on {device.type}{why}"
+        reasons["overlap_scheduling"] = f"the default on {device.type}"
         return device.type == "cuda"
 
     def _resolve_ladders(

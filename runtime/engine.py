@@ -15,6 +15,7 @@ import numpy as np
 
 from .block_manager import BlockManager
 from .config import EngineConfig
+from .cpu_threads import limit_threads
 from .engine_stats import engine_stats
 from .errors import EngineStateError, InvalidRequestError
 from .grammar import GrammarCompiler
@@ -60,6 +61,8 @@ class Engine:
         stored = stored_dtype(path) if config.load_format == "auto" else None
         self.config = config.resolve(decoder, path, stored)
         logger.info("configuration:\n%s", self.config.describe())
+        if self.config.device.type == "cpu":
+            limit_threads()
         self.vocab_size = decoder.vocab_size
         self.end_token_ids = load_end_token_ids(path, tokenizer)
         self._tokenizer = tokenizer

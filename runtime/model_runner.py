@@ -170,7 +170,6 @@ class ModelRunner:
 
         Only with no step in flight. Buffers of steps, sampling and attention are kept.
         """
-        graphs = self._graphs
         if self._config.device.type == "cuda":
             torch.cuda.synchronize(self._config.device)  # sync: once; nothing reads it any more
         # A runner of eager steps on null blocks stands in, so that statistics can be asked for.
@@ -178,9 +177,8 @@ class ModelRunner:
             PagedKVCache.allocate(self._spec, 2),
             self._no_graphs(),
             self._new_graph_pool(),
-            graphs.statistics,
+            self._graphs.statistics,
         )
-        del graphs
         if level >= 2:
             self._loaded.weights.release()
         give_back_free_memory(self._config.device)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from runtime import LLM, ConfigError, EngineConfig, SamplingParams
+from runtime import LLM, ConfigError, EngineConfig, SamplingParams, StructuredOutputsParams
 from runtime import model_runner as runner_module
 from runtime import sampler as sampler_module
 from runtime import token_sampler as token_sampler_module
@@ -47,8 +47,13 @@ OPTIONS = (
     {"temperature": 1.0, "seed": 16, "bad_words": ["ab", "xyz"], "logit_bias": {5: 3.0}},
     {"temperature": 1.0, "seed": 17, "logits_processors": [never_twice], "stop": ["t"]},
     {"temperature": 1.0, "seed": 18, "ignore_eos": True, "allowed_token_ids": tuple(range(90))},
+    {
+        "temperature": 1.0,
+        "seed": 19,
+        "structured_outputs": StructuredOutputsParams(regex="(ab?)*c"),
+    },
 )
-HOST_WORK = (8, 9, 10)
+HOST_WORK = (8, 9, 10, 12)
 """Places in OPTIONS of those whose draw waits for the ids before it."""
 
 

@@ -89,9 +89,10 @@ def undisturbed(engine) -> None:
     assert len(engine._runner._rows.matchers) <= engine.config.max_num_seqs
 
 
-@pytest.fixture(scope="module")
-def llm(checkpoint):
-    with LLM(checkpoint("llama"), max_model_len=256, kv_cache_bytes=1 << 22) as llm:
+@pytest.fixture(scope="module", params=[False, True], ids=["", "overlapped"])
+def llm(checkpoint, request):
+    options = {"overlap_scheduling": request.param, "kv_cache_bytes": 1 << 22}
+    with LLM(checkpoint("llama"), max_model_len=256, **options) as llm:
         yield llm
         undisturbed(llm.engine)
 

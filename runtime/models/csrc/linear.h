@@ -54,16 +54,17 @@ struct LinearCall {
 };
 
 inline void run_linear(const LinearCall& call) {
-    Phases phases;
+    const auto phases = std::make_shared<Phases>();
     const Product product{
         {call.x, call.x_stride}, {call.weight, call.scales, call.inputs / 2, call.outputs}, call.bias,
         call.num_rows, static_cast<int>(call.num_threads)};
     uint16_t* out = call.out;
     const int64_t stride = call.outputs;
-    add_product(phases, product, [=](int64_t row, int64_t output, Floats value, int lanes) {
+    add_product(*phases, product, [=](int64_t row, int64_t output, Floats value, int lanes) {
         store_bfloats(out + row * stride + output, value, lanes);
     });
-    phases.run(product.num_threads, release_matrix_kernel);
+    phases->set_at_end(release_matrix_kernel);
+    run_shared(phases, product.num_threads);
 }
 
 }  // namespace stepgraph

@@ -9,7 +9,9 @@ advised so before it is touched, unless the system forbids it (see
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
+import os
 from pathlib import Path
 
 import torch
@@ -28,6 +30,16 @@ def empty_in_huge_pages(num_bytes: int) -> torch.Tensor:
     whole = torch.frombuffer(mapping, dtype=torch.uint8)  # keeps the mapping
     start = -whole.data_ptr() % HUGE_PAGE_BYTES
     return whole[start : start + num_bytes]
+
+
+def give_back_pages(memory: torch.Tensor) -> None:
+    """Let the system have what empty_in_huge_pages gave, which keeps its address: zero again, and
+    without memory until it is written."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    address, num_bytes = ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes)
+    if libc.madvise(address, num_bytes, mmap.MADV_DONTNEED):
+        number = ctypes.get_errno()
+        raise OSError(number, f"madvise: {os.strerror(number)}")
 
 
 def huge_page_share(memory: torch.Tensor) -> float | None:

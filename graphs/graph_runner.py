@@ -109,6 +109,7 @@ class GraphRunner:
         pool: memory that all graphs share, and which kind of graph they are.
         graph_support: the backend's offer for full graphs; None: it has none, so full graphs
             are left out, and said so.
+        statistics: to go on with those of a runner that this one replaces.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class GraphRunner:
         pool: GraphPool,
         *,
         graph_support: GraphSupport | None = None,
+        statistics: StepStatistics | None = None,
     ) -> None:
         self._model = model
         self._backend = backend
@@ -142,7 +144,7 @@ class GraphRunner:
         """The sizes that `dispatch` chooses from: those with a graph, or with one to come."""
         self.dropped: dict[Bucket, str] = {}
         """Sizes that have no graph though they were wanted, and why."""
-        self.statistics = StepStatistics()
+        self.statistics = statistics or StepStatistics()
         """Of all steps run so far."""
 
     def captured_sizes(self, kind: GraphKind) -> tuple[int, ...]:

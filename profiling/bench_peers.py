@@ -4,10 +4,10 @@
         --python vllm=/path/to/venv/bin/python [--workloads W1 W2 W3 W4 W5] [--rounds 3]
 
 An engine is a name and its options: stepgraph, stepgraph:quantization=int8, vllm,
-transformers, transformers:continuous=true. All processes start and load first, then take turns, one
-at work at a time. Prompts are random token ids from 17 to 9,999, new in each round and the same
-for all engines; temperature 0.6, end tokens ignored, bfloat16. Printed: medians over the rounds,
-and their ratio to the first engine.
+transformers, transformers:continuous=true, openvino:gguf=FILE (the same weights as a GGUF).
+All processes start and load first, then take turns, one at work at a time. Prompts are random
+token ids from 17 to 9,999, new in each round and the same for all engines; temperature 0.6, end
+tokens ignored, bfloat16. Printed: medians over the rounds, and their ratio to the first engine.
 
 W1  one sequence: prompt 128, output 128; output tokens/s
 W2  32 sequences at once: prompts 128..1024, outputs 32..128, uniform; output tokens/s
@@ -39,6 +39,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "stepgraph": {"dtype": "bfloat16", "max_model_len": MAX_MODEL_LEN, "kv_cache_bytes": 2 << 30},
     "vllm": {"dtype": "bfloat16", "max_model_len": MAX_MODEL_LEN},
     "transformers": {},
+    "openvino": {"max_num_batched_tokens": 512, "cache_gib": 2, "precision": "bf16"},
 }
 Requests = list[dict[str, Any]]
 Times = list[list[float]]

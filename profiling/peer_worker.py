@@ -137,10 +137,63 @@ class TransformersEngine:
         ]
 
 
+class OpenVinoEngine:
+    """OpenVINO GenAI's continuous batching, which reads a GGUF file of the same weights."""
+
+    def __init__(self, model: str, options: dict[str, Any]) -> None:
+        import openvino_genai
+
+        if "gguf" not in options:
+            raise SystemExit("openvino wants openvino:gguf=FILE, the model's weights as a GGUF")
+        scheduler = openvino_genai.SchedulerConfig()
+        scheduler.max_num_batched_tokens = options["max_num_batched_tokens"]
+        scheduler.cache_size = options["cache_gib"]
+        scheduler.enable_prefix_caching = True
+        precision = {"INFERENCE_PRECISION_HINT": options["precision"]}
+        self._pipeline = openvino_genai.ContinuousBatchingPipeline(
+            options["gguf"], scheduler, "CPU", precision
+        )
+        self._handles: dict[int, Any] = {}
+        self._num_added = 0
+
+    def add(self, index: int, request: dict[str, Any]) -> None:
+        """Queue a request."""
+        import numpy as np
+        from openvino import Tensor
+        from openvino_genai import GenerationConfig
+
+        config = GenerationConfig()
+        config.max_new_tokens = request["max_tokens"]
+        config.ignore_eos = request["ignore_eos"]
+        config.do_sample = request["temperature"] > 0
+        if config.do_sample:
+            config.temperature = request["temperature"]
+            config.rng_seed = index
+        prompt = Tensor(np.array([request["prompt"]], dtype=np.int64))
+        self._handles[index] = self._pipeline.add_request(self._num_added, prompt, config)
+        self._num_added += 1
+
+    def step(self) -> list[tuple[int, int, bool]]:
+        """Run one step."""
+        from openvino_genai import GenerationFinishReason
+
+        self._pipeline.step()
+        served = []
+        for index, handle in list(self._handles.items()):
+            while handle.can_read():
+                (output,) = handle.read().values()
+                finished = output.finish_reason != GenerationFinishReason.NONE
+                served.append((index, len(output.generated_ids), finished))
+                if finished:
+                    del self._handles[index]
+        return served
+
+
 ENGINES: dict[str, type[Any]] = {
     "stepgraph": StepgraphEngine,
     "vllm": VllmEngine,
     "transformers": TransformersEngine,
+    "openvino": OpenVinoEngine,
 }
 
 

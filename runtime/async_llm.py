@@ -7,6 +7,7 @@ import contextlib
 import copy
 import itertools
 import math
+import os
 import threading
 import time
 import weakref
@@ -183,6 +184,31 @@ class AsyncLLM:
         """Forget the K/V of past prompts and outputs; running requests keep their own."""
         await self._call(Engine.reset_prefix_cache)
 
+    async def is_sleeping(self) -> bool:
+        """True between `sleep` and `wake_up`."""
+        return await self._call(lambda engine: engine.is_sleeping)
+
+    async def sleep(self, level: int = 1) -> None:
+        """Give memory back until `wake_up`; see `LLM.sleep`.
+
+        Refused with EngineStateError while a request is unfinished, also one that nobody reads.
+        Meanwhile reading a new request's stream raises that error; one that comes while the engine
+        wakes up is served afterwards.
+        """
+        await self._call_idle("sleep", lambda engine: engine.sleep(level))
+
+    async def wake_up(self) -> None:
+        """Take the memory back; see `LLM.wake_up`."""
+        await self._call(Engine.wake_up)
+
+    async def reload_weights(self, path: str | os.PathLike[str] | None = None) -> None:
+        """Read other weights in place; see `LLM.reload_weights`.
+
+        Refused with EngineStateError while a request is unfinished; one that comes meanwhile gets
+        the new weights.
+        """
+        await self._call_idle("reload_weights", lambda engine: engine.reload_weights(path))
+
     async def shutdown(self, *, drain: bool = True, timeout: float | None = None) -> None:
         """Take no more requests, end those there are, and give back the memory.
 
@@ -269,6 +295,9 @@ class AsyncLLM:
 
     async def _call(self, function: Callable[[Engine], T]) -> T:
         return await asyncio.wrap_future(self._thread.call(function))
+
+    async def _call_idle(self, purpose: str, function: Callable[[Engine], T]) -> T:
+        return await asyncio.wrap_future(self._thread.call_idle(purpose, function))
 
 
 def _encode(

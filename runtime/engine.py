@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import os
 import random
 import time
 from collections.abc import Callable
@@ -15,7 +16,8 @@ import numpy as np
 from .block_manager import BlockManager
 from .config import EngineConfig
 from .cpu_threads import limit_threads
-from .errors import InvalidRequestError
+from .engine_stats import engine_stats
+from .errors import EngineStateError, InvalidRequestError
 from .grammar import GrammarCompiler
 from .logits_rules import LogitsRules, check_vocabulary, make_logits_rules
 from .logprobs import LogprobsRecord, new_record
@@ -28,6 +30,7 @@ from .outputs import FinishReason
 from .pipeline import StepPipeline
 from .prompts import TokenIds, check_request, one_sampling_params
 from .ranges import Ranges
+from .residency import ResidencyManager
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler
 from .scheduler_config import SchedulerConfig
@@ -38,9 +41,6 @@ from .step_cost import MeasuredCost, estimated_cost
 from .tokenizer import Tokenizer, load_end_token_ids
 
 logger = logging.getLogger("stepgraph.runtime")
-
-STATS_SCHEMA_VERSION = 1
-"""Of what `Engine.stats` returns: raised when a key goes or changes its meaning."""
 
 
 class Engine:
@@ -82,6 +82,7 @@ class Engine:
             self.config.block_size,
             enable_prefix_caching=self.config.enable_prefix_caching,
         )
+        self._residency = ResidencyManager(self._runner, self._blocks, self.config.cache_dir)
         self._step_cost: MeasuredCost | None = None
         if self.config.bucket_fitting or self.config.itl_target_ms is not None:
             self._step_cost = MeasuredCost(
@@ -133,8 +134,10 @@ class Engine:
 
         Raises:
             InvalidRequestError: it can't be served, or not with these params.
+            EngineStateError: nothing can be served now.
             TypeError: `params` are none.
         """
+        self._residency.check_ready()
         params = one_sampling_params(params)
         given = np.asarray(token_ids)
         if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
@@ -181,7 +184,7 @@ class Engine:
             The request's first sequence, whose `streams` are all `params.n`.
 
         Raises:
-            InvalidRequestError, TypeError: nothing was queued.
+            InvalidRequestError, EngineStateError, TypeError: nothing was queued.
         """
         params = one_sampling_params(params)
         check_request(
@@ -326,6 +329,35 @@ class Engine:
         """Forget the K/V of past prompts and outputs; running sequences keep their own."""
         self._blocks.reset_prefix_cache()
 
+    @property
+    def is_sleeping(self) -> bool:
+        """True between `sleep` and `wake_up`."""
+        return self._residency.is_sleeping
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back until `wake_up`; see ResidencyManager."""
+        self._settle("sleep")
+        self._residency.sleep(level)
+
+    def wake_up(self) -> None:
+        """Take the memory back; see ResidencyManager."""
+        self._residency.wake_up()
+
+    def reload_weights(self, path: str | os.PathLike[str] | None = None) -> None:
+        """Read other weights of the same model in place; see ResidencyManager."""
+        self._settle("reload_weights")
+        self._residency.reload_weights(path)
+
+    def _settle(self, purpose: str) -> None:
+        """Bring in the steps in flight; EngineStateError while requests are unfinished."""
+        if self._sequences:
+            raise EngineStateError(
+                f"{len(self._sequences)} requests are unfinished; let them end, or abort them, "
+                f"before {purpose}()"
+            )
+        while len(self._pipeline):  # their sequences have ended
+            self.try_step()
+
     def metrics(self) -> EngineMetrics:
         """What was done so far. Any thread may ask; while a step runs, some of the numbers may
         have it counted already and others not."""
@@ -334,36 +366,8 @@ class Engine:
         )
 
     def stats(self) -> dict[str, Any]:
-        """Totals since the start, in JSON's types, as profiling's tools read them.
-
-        `ladders` has the sizes of full graphs (decode) and of piecewise ones (mixed), as they are
-        now; `buckets` has, by graph mode and size, steps, real and padded tokens, and seconds of
-        the steps that were waited for; `step_sizes` has, by kind of step, pairs of a size before
-        padding and its steps; `falls` counts the steps that ran eagerly though graphs are on, by
-        reason, `dropped` names sizes without a graph, and `captures` has what each one took.
-        `num_target_misses` counts steps that could not keep itl_target_ms. `compile` has what
-        each compiled region took, and why layers run uncompiled.
-        """
-        config, ladders = self.config, self._runner.ladders
-        return {
-            "schema_version": STATS_SCHEMA_VERSION,
-            "graph_mode": config.graph_mode,
-            "max_num_seqs": config.max_num_seqs,
-            "max_num_batched_tokens": config.max_num_batched_tokens,
-            "num_kv_blocks": self._runner.num_kv_blocks,
-            "ladders": {
-                "decode": list(ladders.decode.sizes) if ladders.decode else [],
-                "mixed": list(ladders.mixed.sizes) if ladders.mixed else [],
-            },
-            "num_preemptions": self.scheduler.num_preemptions,
-            "num_target_misses": self.scheduler.sizing.num_target_misses,
-            **dataclasses.asdict(self.counters),
-            **self._runner.statistics.as_dict(),
-            "dropped": self._runner.dropped_graphs,
-            "compile": self._runner.compilation,
-            "graph_bytes": self._runner.graph_bytes,
-            "estimated_graph_bytes": self._runner.estimated_graph_bytes,
-        }
+        """Totals since the start, in JSON's types; see `engine_stats`."""
+        return engine_stats(self.config, self._runner, self.scheduler, self.counters)
 
     def stats_table(self) -> str:
         """What `stats` says of steps and captures, to be read by people."""

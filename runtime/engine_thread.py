@@ -19,6 +19,7 @@ from .engine import Engine
 from .errors import (
     DeadlineExceededError,
     EngineDeadError,
+    EngineStateError,
     InvalidRequestError,
     QueueFullError,
     StepFailedError,
@@ -142,6 +143,19 @@ class EngineThread:
         if not self._send(run):
             run()
         return future
+
+    def call_idle(self, purpose: str, function: Callable[[Engine], T]) -> Future[T]:
+        """As `call`, but EngineStateError, which names `purpose`, if a request is unfinished."""
+
+        def run(engine: Engine) -> T:
+            if self._open:
+                raise EngineStateError(
+                    f"{len(self._open)} requests are unfinished; let them end, or abort them, "
+                    f"before {purpose}()"
+                )
+            return function(engine)
+
+        return self.call(run)
 
     def refuse(self, reason: str) -> None:
         """Take no more requests."""

@@ -41,5 +41,10 @@ class QueueFullError(RuntimeError):
     """As many requests wait as max_waiting allows; this one was not queued. Try again later."""
 
 
+class EngineStateError(RuntimeError):
+    """The engine can't do that now: it sleeps, lacks weights, or isn't idle. The message says what
+    to do first."""
+
+
 class EngineDeadError(RuntimeError):
     """The engine was shut down, or failed beyond repair: see the cause. Make a new one."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from .errors import ConfigError
 from .sampling_params import SamplingParams
@@ -116,6 +119,15 @@ def size_kv_pool(
             f"{usable / max_blocks_per_seq:.1f} sequences of full length"
         ),
     )
+
+
+def give_back_free_memory(device: torch.device) -> None:
+    """Return to the system, or the driver, what was freed on `device` and is kept for reuse."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc has it
+        trim(0)
 
 
 def _lines(path: str) -> list[str]:

@@ -19,12 +19,12 @@ from . import value_checks as checks
 from .chat_format import ChatFormat
 from .config import EngineConfig
 from .engine import Engine
+from .engine_access import EngineAccess
 from .errors import InvalidRequestError
 from .generation_defaults import default_sampling_params
 from .interrupts import deferred_interrupts
 from .live_request import LiveRequest
 from .log import configure_logging
-from .metrics import EngineMetrics
 from .outputs import PromptScore, RequestOutput
 from .progress import Progress
 from .prompts import (
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("stepgraph.runtime")
 
 
-class LLM:
+class LLM(EngineAccess):
     """A model ready to generate.
 
         with LLM("smollm2-135m-instruct") as llm:
@@ -239,18 +239,6 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's own files recommend; see `default_sampling_params`."""
         return default_sampling_params(self.engine.config.model_path)
-
-    def reset_prefix_cache(self) -> None:
-        """Forget the K/V of past prompts and outputs."""
-        self.engine.reset_prefix_cache()
-
-    def metrics(self) -> EngineMetrics:
-        """What the engine has done so far."""
-        return self.engine.metrics()
-
-    def stats(self) -> dict[str, Any]:
-        """How the steps so far were launched, in JSON's types; see `Engine.stats`."""
-        return self.engine.stats()
 
     def close(self) -> None:
         """Give back the weights' and the KV pool's memory. Closing twice is fine."""

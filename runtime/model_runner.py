@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import gc
 import logging
 import sys
+import traceback
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,26 +24,17 @@ from graphs import (
     StepStatistics,
 )
 
-from .compiled_layers import CompiledLayers, compile_layers
-from .errors import ConfigError
 from .input_batch import InputBatch, pack, pack_logits
 from .kv_memory import (
     cpu_kv_bytes,
     cuda_kv_bytes,
     estimated_graph_bytes,
+    give_back_free_memory,
     largest_step,
     size_kv_pool,
 )
-from .models import (
-    PLAIN_REGIONS,
-    DecoderConfig,
-    Packing,
-    Regions,
-    load_decoder,
-    native_regions,
-    pack_refusal,
-    region_refusal,
-)
+from .loaded_model import LoadedModel
+from .models import DecoderConfig
 from .pending_step import DrawnStep, ForwardOutput, InlineQueue, PendingStep, StepTimer, StepWorker
 from .ranges import Ranges
 from .resolved_config import ResolvedConfig
@@ -72,22 +64,8 @@ class ModelRunner:
     ) -> None:
         self._config = config
         self._ranges = ranges
-        refusal = self._packing_refusal()
-        self._model = load_decoder(
-            # No position past max_model_len occurs, so the rotary table need not hold one.
-            dataclasses.replace(decoder_config, max_position_embeddings=config.max_model_len),
-            config.model_path,
-            dtype=config.dtype,
-            device=config.device,
-            load_format=config.load_format,
-            seed=config.seed,
-            packing=None
-            if refusal
-            else Packing(int8=config.quantization == "int8", cache_dir=config.cache_dir),
-        )
-        self._layers = self._compile_layers()
-        regions = self._layers.regions or self._uncompiled_regions(refusal)
-        self._forward = functools.partial(self._model, regions=regions)
+        self._loaded = LoadedModel(config, decoder_config)
+        self._model = self._loaded.decoder
         self._spec = config.attention_spec(decoder_config)
         self._backend = select_backend(
             config.attention_backend,
@@ -134,7 +112,12 @@ class ModelRunner:
     @property
     def compilation(self) -> dict[str, Any]:
         """Whether layers are compiled, why not, and what compiling each region took."""
-        return self._layers.as_dict()
+        return self._loaded.compilation
+
+    @property
+    def has_weights(self) -> bool:
+        """False while weights are given back, or were read in part only: no step may run."""
+        return self._loaded.weights.is_whole
 
     def execute(self, scheduled: ScheduledBatch) -> StepOutput:
         """Run one step that has at least one token, with no other in flight."""
@@ -180,6 +163,48 @@ class ModelRunner:
         self._graphs.statistics.add_seconds(drawn.launch, seconds)
         return seconds
 
+    # -- sleeping -------------------------------------------------------------------------------
+
+    def sleep(self, level: int) -> None:
+        """Give back the KV pool and the graphs, from level 2 on the weights too.
+
+        Only with no step in flight. Buffers of steps, sampling and attention are kept.
+        """
+        if self._config.device.type == "cuda":
+            torch.cuda.synchronize(self._config.device)  # sync: once; nothing reads it any more
+        # A runner of eager steps on null blocks stands in, so that statistics can be asked for.
+        self._graphs = self._new_graph_runner(
+            PagedKVCache.allocate(self._spec, 2),
+            self._no_graphs(),
+            self._new_graph_pool(),
+            self._graphs.statistics,
+        )
+        if level >= 2:
+            self._loaded.weights.release()
+        give_back_free_memory(self._config.device)
+
+    def wake_up(self, level: int) -> None:
+        """Take back what `sleep` gave back, and capture graphs again.
+
+        What fails is raised, and all is asleep as before.
+        """
+        try:
+            if level >= 2:
+                self._loaded.weights.reload()
+            self._graphs = self._capture_graphs(
+                PagedKVCache.allocate(self._spec, self.num_kv_blocks), self._graphs.statistics
+            )
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)
+            self.sleep(level)
+            raise
+
+    def reload_weights(self, path: Path | None) -> None:
+        """Read other weights in place; see DecoderWeights.reload."""
+        self._loaded.weights.reload(path)
+
+    # -- a step ---------------------------------------------------------------------------------
+
     def _pack(self, scheduled: ScheduledBatch) -> InputBatch:
         with self._ranges("pack", scheduled.num_tokens):
             self._rows.apply(scheduled)
@@ -222,34 +247,6 @@ class ModelRunner:
         graphs.statistics.add_seconds(drawn.launch, drawn.timer.seconds())
         return output
 
-    def _packing_refusal(self) -> str | None:
-        """Why the weights stay plain; None if they are packed."""
-        config = self._config
-        refusal = pack_refusal(config.dtype, config.device, cache_dir=config.cache_dir)
-        if refusal is not None and config.quantization is not None:
-            raise ConfigError(f"quantization={config.quantization!r} can't be done: {refusal}")
-        if refusal is not None and config.device.type == "cpu" and config.dtype == torch.bfloat16:
-            logger.warning(
-                "weights can't be packed for this CPU: %s. Steps will take several times as long",
-                refusal,
-            )
-        packed = f"yes, in {config.quantization or 'bfloat16'}"
-        logger.info("weights packed: %s", packed if refusal is None else f"no, {refusal}")
-        return refusal
-
-    def _uncompiled_regions(self, refusal: str | None) -> Regions:
-        refusal = refusal or region_refusal(self._model)
-        logger.info("native regions: %s", "yes" if refusal is None else f"no, {refusal}")
-        return native_regions(self._model) if refusal is None else PLAIN_REGIONS
-
-    def _compile_layers(self) -> CompiledLayers:
-        config = self._config
-        if not config.compile:
-            return CompiledLayers(reason=config.reasons.get("compile"))
-        return compile_layers(
-            self._model, max_tokens=config.max_num_batched_tokens, cache_dir=config.cache_dir
-        )
-
     # -- graphs -----------------------------------------------------------------------------
 
     def _graph_options(self) -> GraphOptions:
@@ -278,22 +275,29 @@ class ModelRunner:
         return self._backend if isinstance(self._backend, GraphSupport) else None
 
     def _new_graph_runner(
-        self, cache: PagedKVCache, options: GraphOptions, pool: GraphPool
+        self,
+        cache: PagedKVCache,
+        options: GraphOptions,
+        pool: GraphPool,
+        statistics: StepStatistics | None = None,
     ) -> GraphRunner:
         return GraphRunner(
-            self._forward,
+            self._loaded.forward,
             self._backend,
             cache,
             options,
             pool,
             graph_support=self._graph_support(),
+            statistics=statistics,
         )
 
-    def _capture_graphs(self, cache: PagedKVCache) -> GraphRunner:
-        """The runner of all steps, with what is captured at the start."""
+    def _capture_graphs(
+        self, cache: PagedKVCache, statistics: StepStatistics | None = None
+    ) -> GraphRunner:
+        """The runner of all steps, with what is captured before the first of them."""
         options, pool = self._graph_options(), self._new_graph_pool()
         before = pool.num_bytes() if options.mode != "none" else 0
-        graphs = self._new_graph_runner(cache, options, pool)
+        graphs = self._new_graph_runner(cache, options, pool, statistics)
         if options.mode == "none":
             return graphs
         show = sys.stderr.isatty()

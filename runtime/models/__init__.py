@@ -7,13 +7,14 @@ from .linear import pack_refusal
 from .native_region import native_regions, region_refusal
 from .packing import pack_decoder
 from .rotary import RopeConfig
-from .weights import Packing, load_decoder
+from .weights import DecoderWeights, Packing, load_decoder
 
 __all__ = [
     "PLAIN_REGIONS",
     "SUPPORTED_ARCHITECTURES",
     "Decoder",
     "DecoderConfig",
+    "DecoderWeights",
     "Packing",
     "Regions",
     "RopeConfig",

@@ -165,10 +165,18 @@ class Decoder(nn.Module):
             persistent=False,
         )
 
+    def get(self, name: str) -> Tensor | PackedWeight:
+        """What was put under that name."""
+        path, _, attribute = name.rpartition(".")
+        weight: Tensor | PackedWeight = getattr(self.get_submodule(path), attribute)
+        return weight
+
     def put(self, name: str, weight: Tensor | PackedWeight) -> None:
         """Make `weight` the parameter that named_parameters() calls `name`, or a new "lm_head"."""
         path, _, attribute = name.rpartition(".")
         module = self.get_submodule(path)
+        if getattr(module, attribute) is weight:
+            return  # its numbers changed in place
         delattr(module, attribute)
         setattr(module, attribute, _parameter(weight) if isinstance(weight, Tensor) else weight)
 

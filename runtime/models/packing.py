@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attention.huge_pages import empty_in_huge_pages, huge_page_share
+from attention.huge_pages import empty_in_huge_pages, give_back_pages, huge_page_share
 
 from .linear import PackedWeight, pack, packed_bytes
 
@@ -68,6 +68,10 @@ class WeightPacker:
         self._decoder.put(name, self._pack(name, weight) if name in self._parts else weight)
         if name == _EMBEDDING and self._splits_head:
             self._decoder.put(_HEAD, self._pack(_HEAD, weight))
+
+    def release(self) -> None:
+        """Give the packed weights' memory back to the system, until they are put again."""
+        give_back_pages(self._memory)
 
     def log(self) -> None:
         """Say what the packed weights take."""

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..errors import ConfigError, ModelLoadError, UnsupportedModelError
 from .checkpoint import WEIGHT_DTYPES, StoredTensor, read_headers, read_into
+from .config import load_decoder_config
 from .decoder import Decoder, DecoderLayer
 from .packing import WeightPacker
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
-
-    from torch import Tensor
 
     from .config import DecoderConfig
 
@@ -44,7 +44,20 @@ def load_decoder(
     seed: int = 0,
     packing: Packing | None = None,
 ) -> Decoder:
-    """A decoder with its weights in `dtype` on `device`.
+    """A decoder with its weights; for arguments and errors see DecoderWeights."""
+    return DecoderWeights(
+        config,
+        path,
+        dtype=dtype,
+        device=device,
+        load_format=load_format,
+        seed=seed,
+        packing=packing,
+    ).decoder
+
+
+class DecoderWeights:
+    """A decoder and its weights in `dtype` on `device`, which can be read again in place.
 
     `load_format` "auto" reads the safetensors of the model directory `path`; "dummy" reads nothing
     and draws weights from `seed` (equal for equal seed, dtype and device), for tests and
@@ -57,36 +70,134 @@ def load_decoder(
     Raises ModelLoadError for missing, unexpected or misshapen tensors, naming them, and for files
     that are missing or damaged; UnsupportedModelError for packed (quantised) weights.
     """
-    if load_format not in ("auto", "dummy"):
-        raise ConfigError(f"load_format must be 'auto' or 'dummy', got {load_format!r}")
-    if not dtype.is_floating_point or dtype.itemsize < 2:
-        raise ConfigError(
-            f"weights can't be held in {dtype}; use float32, float16, bfloat16 or float64"
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        path: Path,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        load_format: str = "auto",
+        seed: int = 0,
+        packing: Packing | None = None,
+    ) -> None:
+        if load_format not in ("auto", "dummy"):
+            raise ConfigError(f"load_format must be 'auto' or 'dummy', got {load_format!r}")
+        if not dtype.is_floating_point or dtype.itemsize < 2:
+            raise ConfigError(
+                f"weights can't be held in {dtype}; use float32, float16, bfloat16 or float64"
+            )
+        self._dtype, self._device, self._seed = dtype, device, seed
+        self._path = path if load_format == "auto" else None
+        stored = None
+        if self._path is not None:
+            stored, config = _read_stored(path, config, dtype)
+        self.decoder = Decoder(
+            config, dtype=dtype, device=device, weights_device=torch.device("meta")
         )
-    stored = {}
-    if load_format == "auto":
-        stored = _with_base_prefix(read_headers(path))
-        stored = {name: t for name, t in stored.items() if not name.endswith(_HARMLESS_SUFFIXES)}
-        _refuse_packed(path, stored)
-        config = _settle_head(config, path, stored, dtype)
-    decoder = Decoder(config, dtype=dtype, device=device, weights_device=torch.device("meta"))
-    parts = _parts(decoder)
-    if load_format == "auto":
-        _check_fit(path, stored, {part.stored: part for of in parts.values() for part in of})
-    generator = torch.Generator(device=device).manual_seed(seed)
-    packer = None if packing is None else WeightPacker(decoder, **packing._asdict())
-    for name, parameter in [*decoder.named_parameters()]:
-        weight = torch.empty_like(parameter, device=device)
-        if load_format == "auto":
-            rows = [part.rows for part in parts[name]]
-            for part, target in zip(parts[name], torch.split(weight, rows), strict=True):
-                read_into(stored[part.stored], target)
-        else:
-            _draw(name, weight, generator)
-        (packer or decoder).put(name, weight)
-    if packer is not None:
-        packer.log()
-    return decoder
+        """Stays the same object; so do its plain parameters."""
+        self.is_whole = False
+        """False: not all weights are in place, so nothing may run."""
+        self._parts = _parts(self.decoder)
+        self._shapes = {name: weight.shape for name, weight in self.decoder.named_parameters()}
+        if stored is not None:
+            self._check_fit(path, stored)
+        self._packer = None
+        if packing is not None:
+            self._packer = WeightPacker(self.decoder, **packing._asdict())
+        self._fill(stored)
+        if self._packer is not None:
+            self._packer.log()
+
+    def reload(self, path: Path | None = None) -> None:
+        """Read the weights of another checkpoint of this model, or the same one again, in place.
+
+        What code may hold addresses of keeps them: packed weights, norms and biases always, other
+        weights but for a `release` in between. All is checked before the first byte is written; if
+        something fails after that, `is_whole` stays False until a reload succeeds.
+
+        Args:
+            path: the model directory; None: the one that was read last, or, where none was, the
+                same random numbers.
+
+        Raises ModelLoadError as the class does, and for a model of another config.
+        """
+        path = path or self._path
+        stored = None
+        if path is not None:
+            stored, config = _read_stored(path, load_decoder_config(path), self._dtype)
+            self._check_same_model(path, config)
+            self._check_fit(path, stored)
+        try:
+            self._fill(stored)
+        except Exception as error:
+            raise ModelLoadError(
+                f"reading weights from {path or 'the seed'} failed half-way: {error}. What is in "
+                "memory now is of no use: requests are refused until they are read whole, by "
+                "reload_weights(), or by wake_up() if the engine sleeps"
+            ) from error
+        self._path = path
+
+    def release(self) -> None:
+        """Give the memory of weights back until `reload`.
+
+        Norms and biases, next to nothing, stay: native regions hold their addresses.
+        """
+        self.is_whole = False
+        if self._packer is not None:
+            self._packer.release()
+        for name, shape in self._shapes.items():
+            weight = self.decoder.get(name)
+            if isinstance(weight, Tensor) and len(shape) > 1 and not name.endswith("norm"):
+                weight.data = weight.new_empty(0)
+
+    @torch.inference_mode(mode=False)  # the caller's mode would mark what is allocated
+    def _fill(self, stored: dict[str, StoredTensor] | None) -> None:
+        """Read every parameter, or draw it, into memory that it has or gets now."""
+        self.is_whole = False
+        generator = torch.Generator(device=self._device).manual_seed(self._seed)
+        for name in self._shapes:
+            weight = self._target(name)
+            if stored is None:
+                _draw(name, weight, generator)
+            else:
+                rows = [part.rows for part in self._parts[name]]
+                for part, target in zip(self._parts[name], torch.split(weight, rows), strict=True):
+                    read_into(stored[part.stored], target)
+            (self._packer or self.decoder).put(name, weight)
+        self.is_whole = True
+
+    def _target(self, name: str) -> Tensor:
+        """What a parameter is read into: itself, unless it is packed or has no memory yet."""
+        weight, shape = self.decoder.get(name), self._shapes[name]
+        if not isinstance(weight, Tensor) or weight.is_meta:
+            return torch.empty(shape, dtype=self._dtype, device=self._device)
+        if weight.shape != shape:  # it was released
+            weight.data = weight.new_empty(shape)
+        return weight
+
+    def _check_fit(self, path: Path, stored: dict[str, StoredTensor]) -> None:
+        _check_fit(path, stored, {part.stored: part for of in self._parts.values() for part in of})
+
+    def _check_same_model(self, path: Path, config: DecoderConfig) -> None:
+        """Raise ModelLoadError if the decoder's own config isn't that one."""
+        ours = self.decoder.config
+        theirs = dataclasses.replace(
+            config,
+            declared_dtype=ours.declared_dtype,
+            # Ours may have been lowered.
+            max_position_embeddings=min(
+                config.max_position_embeddings, ours.max_position_embeddings
+            ),
+        )
+        names = [field.name for field in dataclasses.fields(ours)]
+        pairs = [(name, getattr(theirs, name), getattr(ours, name)) for name in names]
+        if differences := [f"{name}={a!r}, not {b!r}" for name, a, b in pairs if a != b]:
+            raise ModelLoadError(
+                f"the weights in {path} are of another model than the one that runs: "
+                f"{_listed(differences)}. Make a new engine for them"
+            )
 
 
 class Packing(NamedTuple):
@@ -164,6 +275,16 @@ def _layer_parts(layer: DecoderLayer, prefix: str) -> Iterator[tuple[str, tuple[
 
 def _whole(stored: str, parameter: Tensor) -> _Part:
     return _Part(stored=stored, rows=parameter.shape[0], shape=tuple(parameter.shape))
+
+
+def _read_stored(
+    path: Path, config: DecoderConfig, dtype: torch.dtype
+) -> tuple[dict[str, StoredTensor], DecoderConfig]:
+    """A checkpoint's tensors by their names in a model with a head, and the config they settle."""
+    stored = _with_base_prefix(read_headers(path))
+    stored = {name: t for name, t in stored.items() if not name.endswith(_HARMLESS_SUFFIXES)}
+    _refuse_packed(path, stored)
+    return stored, _settle_head(config, path, stored, dtype)
 
 
 def _with_base_prefix(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:

@@ -7,6 +7,7 @@ import pytest
 from attention import FlashInferOptions, selection
 from runtime import LLM, SamplingParams
 from tests.attention.flashinfer_double import make_backend_class, make_double
+from tests.runtime.other_weights import other_weights
 
 PROMPTS = [[(11 * i + j) % 250 for j in range(n)] for i, n in enumerate((1, 7, 16, 33, 60, 90))]
 SIZES = "1,2,4,8,16,32"
@@ -98,3 +99,31 @@ def test_prompts_with_nothing_cached_may_skip_the_pages(checkpoint):
     assert run(path, attention_backend="flashinfer", flashinfer_options=options)[0] == expected
     with pytest.raises(ValueError, match="'torch' doesn't take FlashInferOptions"):
         run(path, attention_backend="torch", flashinfer_options=options)
+
+
+@pytest.mark.usefixtures("on_double")
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_engine_wakes_up_with_graphs_that_are_right(checkpoint, tmp_path, overlap):
+    path, new = checkpoint("qwen3"), other_weights(checkpoint("qwen3"), tmp_path / "new")
+    options = {"max_model_len": 128, "max_num_batched_tokens": 32, "dtype": "float32"}
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    expected = []
+    for each in (path, new):
+        with LLM(each, attention_backend="torch", **options) as llm:
+            outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+            expected.append([output.outputs[0].token_ids for output in outputs])
+    options |= {"graph_mode": "full_and_piecewise", "capture_sizes": SIZES}
+    options |= {"overlap_scheduling": overlap, "attention_backend": "flashinfer"}
+    with LLM(path, **options) as llm:
+        for step, tokens in (
+            (lambda: None, expected[0]),
+            (lambda: llm.sleep(1), expected[0]),
+            (lambda: llm.sleep(2), expected[0]),
+            (lambda: llm.reload_weights(new), expected[1]),
+        ):
+            step()
+            llm.wake_up()
+            outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+            assert [output.outputs[0].token_ids for output in outputs] == tokens
+        stats = llm.stats()
+        assert (stats["dropped"], stats["falls"]) == ({}, {})

@@ -123,6 +123,8 @@ class GraphRunner:
         graph_support: GraphSupport | None = None,
         statistics: StepStatistics | None = None,
     ) -> None:
+        self.cache = cache
+        """The KV pool that its steps read and write."""
         self._model = model
         self._backend = backend
         self._pool = pool

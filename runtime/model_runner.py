@@ -85,7 +85,7 @@ class ModelRunner:
         )
         self.estimated_graph_bytes: int | None = None
         """What was kept free of KV blocks for the graphs; None: the pool's size was given."""
-        self._cache = cache = self._allocate_kv_pool()
+        cache = self._allocate_kv_pool()
         self.num_kv_blocks = cache.num_blocks
         """Blocks of the KV pool, the null block included."""
         self.graph_bytes = 0
@@ -225,7 +225,7 @@ class ModelRunner:
         with self._ranges("plan", num_tokens, scheduled.bucket):
             step = graphs.prepare(launch, batch.input_ids, batch.positions, batch.metadata)
         if batch.block_copies is not None:
-            self._cache.copy_blocks(*batch.block_copies)
+            graphs.cache.copy_blocks(*batch.block_copies)
         with self._ranges("forward", num_tokens, 0 if step.launch.mode == "eager" else launch.size):
             hidden = graphs.run(step, batch.logits_indices)
         return ForwardOutput(hidden=hidden, batch=batch, launch=step.launch, timer=timer)

@@ -171,7 +171,7 @@ def test_what_blocks_held_before_and_what_siblings_write_never_shows(checkpoint,
         checkpoint("llama"), overlap_scheduling=False, enable_prefix_caching=False, **SIZES
     ) as llm:
         engine = llm.engine
-        cache = engine._runner._cache
+        cache = engine._runner._graphs.cache
 
         def poison():
             free = [block.block_id for block in engine._blocks._free]
@@ -185,7 +185,7 @@ def test_what_blocks_held_before_and_what_siblings_write_never_shows(checkpoint,
 
 STAGES = {
     "pack": lambda runner: (runner_module, "pack"),
-    "copy": lambda runner: (type(runner._cache), "copy_blocks"),
+    "copy": lambda runner: (type(runner._graphs.cache), "copy_blocks"),
     "forward": lambda runner: (runner._graphs, "run"),
     "sample": lambda runner: (runner._sampler, "draw"),
 }

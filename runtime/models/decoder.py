@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .linear import PackedWeight, embedding, linear
+from .linear import PackedWeight, embedding, linear, linear_in_float
 from .rotary import gather_rotary, rotary_table, rotate
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ class Decoder(nn.Module):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Logits [n, vocab_size] float32 of normalised hidden states [n, hidden_size]."""
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return linear(hidden, head).float()
+        return linear_in_float(hidden, head)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

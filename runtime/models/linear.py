@@ -39,9 +39,9 @@ _WORD = torch.float32.itemsize
 _BYTE_SCALE = 2.0**24
 _SCHEMA = (
     "packed_linear(Tensor x, Tensor panels, Tensor? scales, Tensor? bias, int num_outputs, "
-    "str library) -> Tensor"
+    "str library, bool to_float=False) -> Tensor"
 )
-_LinearCall = ctypes.c_int64 * 10
+_LinearCall = ctypes.c_int64 * 11
 
 
 class PackedWeight(NamedTuple):
@@ -69,6 +69,14 @@ def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None)
     if isinstance(weight, Tensor):
         return F.linear(x, weight, bias)
     product: Tensor = _operator(x, weight.panels, weight.scales, bias, *weight[2:])
+    return product
+
+
+def linear_in_float(x: Tensor, weight: Tensor | PackedWeight) -> Tensor:
+    """`linear(x, weight)`, without bias, as float32."""
+    if isinstance(weight, Tensor):
+        return F.linear(x, weight).float()
+    product: Tensor = _operator(x, weight.panels, weight.scales, None, *weight[2:], to_float=True)
     return product
 
 
@@ -189,6 +197,7 @@ def _packed_linear(
     bias: Tensor | None,
     num_outputs: int,
     library: str,
+    to_float: bool = False,
 ) -> Tensor:
     """The operator's kernel; see `linear` and PackedWeight."""
     num_rows, num_inputs = x.shape
@@ -201,7 +210,7 @@ def _packed_linear(
         x = F.pad(x, (0, width - num_inputs))
     elif x.stride(1) != 1:
         x = x.contiguous()
-    out = x.new_empty((num_rows, num_outputs))
+    out = x.new_empty((num_rows, num_outputs), dtype=torch.float32 if to_float else x.dtype)
     # In the order of LinearCall in csrc/linear.h.
     call = _LinearCall(
         num_threads(num_rows * panels.numel()),
@@ -213,7 +222,7 @@ def _packed_linear(
         address(panels),
         address(scales),
         address(bias),
-        out.data_ptr(),
+        *((0, out.data_ptr()) if to_float else (out.data_ptr(), 0)),
     )
     load_library(library).stepgraph_linear(call)
     return out
@@ -226,8 +235,10 @@ def _packed_linear_fake(
     bias: Tensor | None,
     num_outputs: int,
     library: str,
+    to_float: bool = False,
 ) -> Tensor:
-    return x.new_empty((x.shape[0], num_outputs))
+    dtype = torch.float32 if to_float else x.dtype
+    return x.new_empty((x.shape[0], num_outputs), dtype=dtype)
 
 
 _library = torch.library.Library("stepgraph", "FRAGMENT")  # type: ignore[no-untyped-call]

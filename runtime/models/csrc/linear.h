@@ -50,7 +50,8 @@ struct LinearCall {
     const uint32_t* weight;  // packed
     const float* scales;     // of a weight in int8; null: it is in bfloat16
     const uint16_t* bias;
-    uint16_t* out;  // [num_rows, outputs], contiguous
+    uint16_t* out;     // [num_rows, outputs], contiguous; null: out_float is there
+    float* out_float;  // likewise, of values rounded to bfloat16
 };
 
 inline void run_linear(const LinearCall& call) {
@@ -59,9 +60,13 @@ inline void run_linear(const LinearCall& call) {
         {call.x, call.x_stride}, {call.weight, call.scales, call.inputs / 2, call.outputs}, call.bias,
         call.num_rows, static_cast<int>(call.num_threads)};
     uint16_t* out = call.out;
+    float* out_float = call.out_float;
     const int64_t stride = call.outputs;
     add_product(*phases, product, [=](int64_t row, int64_t output, Floats value, int lanes) {
-        store_bfloats(out + row * stride + output, value, lanes);
+        const int64_t place = row * stride + output;
+        if (out) return store_bfloats(out + place, value, lanes);
+        const Floats result = rounded(value);
+        std::memcpy(out_float + place, &result, lanes * sizeof(float));
     });
     phases->set_at_end(release_matrix_kernel);
     run_shared(phases, product.num_threads);

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from attention.native_build import LEVELS, NativeBuildError, find_compiler, usable_levels
 from graphs.host_graph import HostGraphPool
 from runtime.models import pack_refusal
-from runtime.models.linear import linear, pack, packed_bytes
+from runtime.models.linear import linear, linear_in_float, pack, packed_bytes
 
 CPU = torch.device("cpu")
 BFLOAT16 = torch.bfloat16
@@ -151,6 +151,16 @@ def test_a_weight_rewritten_in_place_is_the_new_one(int8):
     assert_right(linear(x, packed), x, unpacked(packed, 64), None)
 
 
+@pytest.mark.parametrize("level", RUNNABLE)
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 40])
+def test_results_in_float_are_the_rounded_ones(level, int8, num_rows):
+    x, weight, _ = random_case(num_rows, 64, 101, False)
+    packed = pack(weight, int8=int8, level=level)
+    assert torch.equal(linear_in_float(x, packed), linear(x, packed).float())
+    assert torch.equal(linear_in_float(x, weight), F.linear(x, weight).float())
+
+
 def test_no_rows_give_no_rows():
     assert linear(torch.empty(0, 64).bfloat16(), pack(torch.ones(96, 64).bfloat16())).shape == (
         *(0, 96),
@@ -186,7 +196,9 @@ def test_without_a_compiler_the_reason_is_given(tmp_path, monkeypatch):
 def test_the_operator_keeps_its_contract(has_bias, int8):
     x, weight, bias = random_case(5, 64, 100, has_bias)
     packed = pack(weight, int8=int8)
-    torch.library.opcheck(OPERATOR, (x, packed.panels, packed.scales, bias, *packed[2:]))
+    for to_float in (False, True):
+        arguments = (x, packed.panels, packed.scales, bias, *packed[2:], to_float)
+        torch.library.opcheck(OPERATOR, arguments)
 
 
 def test_it_is_one_call_of_compiled_code_for_any_number_of_rows():

@@ -24,11 +24,13 @@ import torch
 COMMON_HEADERS = Path(__file__).parent / "csrc"
 """Directory of headers that all libraries may include."""
 _COMMON_FLAGS = (
-    *("-std=gnu++17", "-O3", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread"),
+    *("-std=gnu++17", "-O3", "-shared", "-fPIC", "-fvisibility=hidden"),
     *("-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi"),
 )
 _COMPILERS = ("c++", "g++", "clang++")
 _TIMEOUT_SECONDS = 300
+# GNU's entry point for a parallel region; LLVM's and Intel's runtimes offer it too.
+_OPENMP_SYMBOL = "GOMP_parallel"
 # at::native::cpublas::brgemm for bfloat16, and brgemm_release.
 _MATRIX_SYMBOLS = (
     "_ZN2at6native7cpublas6brgemmEllllllbPKN3c108BFloat16ES5_Pfb",
@@ -52,9 +54,6 @@ class NativeSource:
 
 ATTENTION_SOURCE = NativeSource(
     name="attention", file=Path(__file__).parent / "csrc" / "native_attention.cpp"
-)
-_THREADS_SOURCE = NativeSource(
-    name="threads", file=Path(__file__).parent / "csrc" / "native_threads.cpp"
 )
 
 
@@ -219,28 +218,24 @@ def usable_library(source: NativeSource, level: str, cache_dir: Path | None = No
 
 @functools.cache
 def load_library(path: str) -> ctypes.CDLL:
-    """Load a library that build_library made, and connect it to torch and to the threads.
+    """Load a library that build_library made, and connect it to torch.
 
-    All libraries of one cache directory share one pool of threads.
-
-    Raises NativeBuildError if it, or the library of the threads, can't be had.
+    Raises NativeBuildError if it can't be loaded, and if torch doesn't run on OpenMP.
     """
-    library = _open(path)
-    threads = build_library(_THREADS_SOURCE, "generic", cache_dir=Path(path).parents[1])
-    library.stepgraph_share_threads(_address(_open(str(threads)), "stepgraph_run_job"))
+    torch_library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    openmp = _address(torch_library, _OPENMP_SYMBOL)
+    if openmp is None:
+        raise NativeBuildError(f"torch doesn't run its threads with OpenMP (no {_OPENMP_SYMBOL})")
+    try:
+        library = ctypes.CDLL(path)
+    except OSError as error:
+        raise NativeBuildError(f"the compiled library can't be loaded ({error})") from error
+    library.stepgraph_use_openmp(openmp)
     if hasattr(library, "stepgraph_use_matrix_kernel"):  # else it has no use for one
-        torch_library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         kernel = [_address(torch_library, name) for name in _MATRIX_SYMBOLS]
         if None not in kernel and torch.ops.mkldnn._is_mkldnn_bf16_supported():
             library.stepgraph_use_matrix_kernel(*kernel)
     return library
-
-
-def _open(path: str) -> ctypes.CDLL:
-    try:
-        return ctypes.CDLL(path)
-    except OSError as error:
-        raise NativeBuildError(f"the compiled library can't be loaded ({error})") from error
 
 
 def _address(library: ctypes.CDLL, symbol: str) -> ctypes.c_void_p | None:

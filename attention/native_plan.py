@@ -115,7 +115,7 @@ def _work_list(
 ) -> torch.Tensor:
     items = _tile(spec, metadata, window)
     cost = _cost(spec, items)
-    # All threads or one: keys are split in one way or not at all.
+    # All threads or one: OpenMP runtimes end threads that a smaller team leaves over.
     if cost.sum() * spec.head_dim < _MIN_THREAD_PRODUCTS * num_threads:
         num_threads = 1
     items, reductions, num_partials = _split_keys(spec, items, cost, num_threads)

@@ -14,9 +14,8 @@ constexpr int kRowsPerTask = 16;
 enum Status : int64_t { kDone = 0, kBadSlot = 1, kBadBlock = 2 };
 
 struct Step {
-    Step(const Call& of, void (*of_work)(Step&))
+    explicit Step(const Call& of)
         : call(of),
-          thread_work(of_work),
           header(of.work),
           items(reinterpret_cast<const Item*>(of.work + kWorkColumns)),
           reductions(reinterpret_cast<const Reduction*>(items + header[0])),
@@ -24,16 +23,13 @@ struct Step {
           attentions(header[0]),
           merges(header[1]) {}
 
-    const Call call;
-    void (*const thread_work)(Step&);
+    const Call& call;
     const int32_t* header;  // items, reductions, partial results, threads
     const Item* items;
     const Reduction* reductions;
     float* partials = nullptr;
     TaskQueue writes, attentions, merges;
     std::atomic<int64_t> status{kDone}, bad{0};
-
-    void work() { thread_work(*this); }
 
     void fail(Status why, int64_t what) {
         bad = what;
@@ -68,7 +64,7 @@ void write_rows(Step& step, int64_t first, int64_t last) {
     }
 }
 
-// What each thread does. One that comes late finds no task and touches nothing but the step.
+// What each thread of the team does.
 template <class Element>
 void work(Step& step) {
     const Call& call = step.call;
@@ -83,11 +79,16 @@ void work(Step& step) {
         Attention<Element> attention(call, step.items[task], scratch, step.partials);
         if (!attention.run()) step.fail(kBadBlock, attention.bad_block());
     });
+    if (step.header[1] == 0) return;
     step.attentions.wait();
     if (step.status != kDone) return;
     step.merges.run(
         [&](int task) { reduce<Element>(call, step.reductions[task], step.partials); });
-    step.merges.wait();
+}
+
+template <class Element>
+void work_entry(void* step) {
+    work<Element>(*static_cast<Step*>(step));
 }
 
 #if defined(__AVX512BF16__)
@@ -104,15 +105,16 @@ extern "C" {
 // Returns a Status; bad gets the slot or block id that is outside the cache.
 STEPGRAPH_EXPORT int64_t stepgraph_attend(const stepgraph::Call* call, int64_t* bad) {
     using namespace stepgraph;
-    void (*const works[])(Step&) = {work<FloatElement>, work<Bfloat>, work<HalfElement>};
-    const auto step = std::make_shared<Step>(*call, works[call->dtype]);
+    Step step(*call);
     static thread_local std::vector<float> partials;
-    const std::size_t num_floats = step->header[2] * partial_stride(*call);
+    const std::size_t num_floats = step.header[2] * partial_stride(*call);
     if (partials.size() < num_floats) partials.resize(num_floats);
-    step->partials = partials.data();
-    run_shared(step, step->header[3]);
-    *bad = step->bad;
-    return step->status;
+    step.partials = partials.data();
+    void (*const entries[])(void*) = {
+        work_entry<FloatElement>, work_entry<Bfloat>, work_entry<HalfElement>};
+    openmp.parallel(entries[call->dtype], &step, step.header[3], 0);
+    *bad = step.bad;
+    return step.status;
 }
 
 }  // extern "C"

@@ -1,4 +1,7 @@
-// Jobs that several threads share, and tasks that they take by turns.
+// Teams of threads, and tasks that they take by turns.
+//
+// Threads come from the OpenMP runtime that torch itself runs on. The caller hands its entry
+// point over, so a library links none and there is never a second pool of threads.
 #pragma once
 
 #include <sched.h>
@@ -7,7 +10,6 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
-#include <memory>
 #include <utility>
 
 #if defined(__x86_64__)
@@ -18,30 +20,14 @@
 
 namespace stepgraph {
 
-inline void pause_briefly() {
-#if defined(__x86_64__)
-    _mm_pause();
-#endif
-}
+struct OpenMP {
+    void (*parallel)(void (*)(void*), void*, unsigned, unsigned);  // GOMP_parallel
+};
 
-// stepgraph_run_job of native_threads.cpp, which all libraries share.
-using RunJob = void (*)(void (*)(void*), void*, void (*)(void*), int);
-inline RunJob run_job = nullptr;
+inline OpenMP openmp;
 
-// Calls job->work() on this thread and on up to num_threads - 1 others, each of which may come at
-// any time, or not at all, and may still be at it when this returns. So work() must be done when
-// any one thread returns from it, and a later one must touch nothing but the job.
-template <class J>
-void run_shared(const std::shared_ptr<J>& job, int num_threads) {
-    if (num_threads == 1) return job->work();
-    run_job(
-        [](void* state) { (*static_cast<std::shared_ptr<J>*>(state))->work(); },
-        new std::shared_ptr<J>(job),
-        [](void* state) { delete static_cast<std::shared_ptr<J>*>(state); }, num_threads - 1);
-}
-
-// Tasks that threads take by turns. Threads wait for the tasks, not for each other: one that the
-// system runs late finds all done, where at a barrier everybody would wait for it.
+// Tasks that threads take by turns. Threads then wait for the tasks, not for each other: one
+// that the system runs late finds all done, where at a barrier everybody would wait for it.
 class alignas(64) TaskQueue {
 public:
     explicit TaskQueue(int count) : count_(count) {}
@@ -57,7 +43,7 @@ public:
     void wait() const {
         for (int spins = 0; done_.load(std::memory_order_acquire) < count_; ++spins) {
             if (spins < kSpins) {
-                pause_briefly();
+                pause();
             } else {
                 sched_yield();
             }
@@ -66,6 +52,12 @@ public:
 
 private:
     static constexpr int kSpins = 1000;
+
+    static void pause() {
+#if defined(__x86_64__)
+        _mm_pause();
+#endif
+    }
 
     const int count_;
     std::atomic<int> next_{0}, done_{0};
@@ -78,15 +70,11 @@ public:
         phases_.emplace_back(num_tasks, std::move(task));
     }
 
-    // Each thread calls it when it is done.
-    void set_at_end(void (*at_end)()) { at_end_ = at_end; }
-
-    void work() {
-        for (Phase& phase : phases_) {
-            phase.queue.run(phase.task);
-            phase.queue.wait();
-        }
-        if (at_end_) at_end_();
+    // Runs everything; each thread calls at_end when it is done.
+    void run(int num_threads, void (*at_end)()) {
+        at_end_ = at_end;
+        openmp.parallel(
+            [](void* self) { static_cast<Phases*>(self)->work(); }, this, num_threads, 0);
     }
 
 private:
@@ -98,12 +86,20 @@ private:
         std::function<void(int)> task;
     };
 
+    void work() {
+        for (Phase& phase : phases_) {
+            phase.queue.run(phase.task);
+            phase.queue.wait();
+        }
+        at_end_();
+    }
+
     std::deque<Phase> phases_;
     void (*at_end_)() = nullptr;
 };
 
 }  // namespace stepgraph
 
-extern "C" STEPGRAPH_EXPORT void stepgraph_share_threads(void* run_job) {
-    stepgraph::run_job = reinterpret_cast<stepgraph::RunJob>(run_job);
+extern "C" STEPGRAPH_EXPORT void stepgraph_use_openmp(void* parallel) {
+    stepgraph::openmp.parallel = reinterpret_cast<decltype(stepgraph::openmp.parallel)>(parallel);
 }

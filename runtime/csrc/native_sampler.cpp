@@ -139,8 +139,7 @@ inline void draw(const DrawCall& call, int row) {
 }  // namespace stepgraph
 
 extern "C" STEPGRAPH_EXPORT void stepgraph_draw(const stepgraph::DrawCall* call) {
-    const auto phases = std::make_shared<stepgraph::Phases>();
-    phases->add(
-        static_cast<int>(call->num_rows), [call](int row) { stepgraph::draw(*call, row); });
-    stepgraph::run_shared(phases, static_cast<int>(call->num_threads));
+    stepgraph::Phases phases;
+    phases.add(static_cast<int>(call->num_rows), [call](int row) { stepgraph::draw(*call, row); });
+    phases.run(static_cast<int>(call->num_threads), [] {});
 }

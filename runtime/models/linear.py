@@ -30,7 +30,7 @@ LAYERS_SOURCE = NativeSource(
 )
 PANEL = 32
 """Outputs of a panel; csrc/panels.h explains the layout."""
-# Products per thread below which sharing them costs more than it saves.
+# Products per thread below which waking it costs more than it saves.
 _MIN_THREAD_PRODUCTS = 1 << 16
 # Rows of a weight that are packed at a time: what copies are made of them stays small.
 _ROWS_AT_ONCE = 128 * PANEL
@@ -178,8 +178,12 @@ def _panels(weight: Tensor, *, int8: bool) -> tuple[int, int]:
 
 
 def num_threads(num_products: int) -> int:
-    """Threads for so many multiplications: at most as many as torch has."""
-    return min(torch.get_num_threads(), max(1, num_products // _MIN_THREAD_PRODUCTS))
+    """Threads for so many multiplications: all of torch's, or one.
+
+    OpenMP runtimes end the threads that a smaller team leaves over.
+    """
+    threads = torch.get_num_threads()
+    return threads if num_products >= threads * _MIN_THREAD_PRODUCTS else 1
 
 
 def address(tensor: Tensor | None) -> int:

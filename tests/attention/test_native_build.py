@@ -112,8 +112,7 @@ def test_processes_that_build_at_once_all_get_the_library(tmp_path: Path) -> Non
         for _ in range(2)
     ]
     assert [process.wait(timeout=120) for process in processes] == [0, 0]
-    names = sorted(file.name.split("-")[0] for file in (tmp_path / "native").iterdir())
-    assert names == ["attention", "threads"]
+    assert len(list((tmp_path / "native").iterdir())) == 1
 
 
 def test_a_backend_takes_its_library_from_the_directory_given_alone(

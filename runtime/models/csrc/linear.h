@@ -55,21 +55,20 @@ struct LinearCall {
 };
 
 inline void run_linear(const LinearCall& call) {
-    const auto phases = std::make_shared<Phases>();
+    Phases phases;
     const Product product{
         {call.x, call.x_stride}, {call.weight, call.scales, call.inputs / 2, call.outputs}, call.bias,
         call.num_rows, static_cast<int>(call.num_threads)};
     uint16_t* out = call.out;
     float* out_float = call.out_float;
     const int64_t stride = call.outputs;
-    add_product(*phases, product, [=](int64_t row, int64_t output, Floats value, int lanes) {
+    add_product(phases, product, [=](int64_t row, int64_t output, Floats value, int lanes) {
         const int64_t place = row * stride + output;
         if (out) return store_bfloats(out + place, value, lanes);
         const Floats result = rounded(value);
         std::memcpy(out_float + place, &result, lanes * sizeof(float));
     });
-    phases->set_at_end(release_matrix_kernel);
-    run_shared(phases, product.num_threads);
+    phases.run(product.num_threads, release_matrix_kernel);
 }
 
 }  // namespace stepgraph

@@ -48,10 +48,7 @@ public:
         if (call.qkv_weight) add_projections();
     }
 
-    void run() {
-        phases_->set_at_end(release_matrix_kernel);
-        run_shared(phases_, static_cast<int>(call_.num_threads));
-    }
+    void run() { phases_.run(static_cast<int>(call_.num_threads), release_matrix_kernel); }
 
 private:
     static constexpr int kRowsPerTask = 4;
@@ -85,7 +82,7 @@ private:
     void add_residual(const Product& product, const uint16_t* residual) {
         uint16_t* target = call_.new_residual;
         const int64_t stride = call_.hidden;
-        add_product(*phases_, product, [=](int64_t row, int64_t i, Floats value, int lanes) {
+        add_product(phases_, product, [=](int64_t row, int64_t i, Floats value, int lanes) {
             const int64_t at = row * stride + i;
             store_bfloats(
                 target + at, load_bfloats(residual + at, lanes) + rounded(value), lanes);
@@ -104,7 +101,7 @@ private:
     void add_activation(const Product& product) {
         const int64_t panels = call_.inner / kPanel;
         const Grid grid(product.num_rows, panels, product.num_threads);
-        phases_->add(grid.num_tasks(), [=](int task) {
+        phases_.add(grid.num_tasks(), [=](int task) {
             const Block block(grid, task);
             Sums gates, ups;
             block.multiply(product.x, product.weight, 0, gates);
@@ -126,7 +123,7 @@ private:
         uint16_t* out = call_.out;
         const int64_t stride = call_.qkv_width;
         add_product(
-            *phases_,
+            phases_,
             product(
                 normed_, call_.hidden, call_.hidden, call_.qkv_weight, call_.qkv_scales, stride,
                 call_.qkv_bias),
@@ -150,7 +147,7 @@ private:
     void add_rows(const Function& function) {
         const int64_t num_rows = call_.num_rows;
         const int num_tasks = static_cast<int>((num_rows + kRowsPerTask - 1) / kRowsPerTask);
-        phases_->add(num_tasks, [=](int task) {
+        phases_.add(num_tasks, [=](int task) {
             const int64_t first = int64_t{task} * kRowsPerTask;
             const int64_t last = std::min(first + kRowsPerTask, num_rows);
             for (int64_t row = first; row < last; ++row) function(row);
@@ -159,7 +156,7 @@ private:
 
     const RegionCall& call_;
     uint16_t *normed_, *activated_;  // [num_rows, hidden], [num_rows, inner]
-    const std::shared_ptr<Phases> phases_ = std::make_shared<Phases>();
+    Phases phases_;
 };
 
 }  // namespace stepgraph

@@ -122,10 +122,9 @@ def test_a_reload_gives_what_a_fresh_engine_gives_on_cuda(checkpoint, tmp_path, 
         assert slept or addresses(llm) == places
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("packable", "compiled_once")
-@pytest.mark.parametrize(
-    "options", [{}, pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}], ids=str)
 def test_compiled_layers_go_on_without_compiling_again(checkpoint, tmp_path, options):
     new = other_weights(checkpoint("llama"), tmp_path / "new")
     # Sizes that other tests compile too.

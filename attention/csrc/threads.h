@@ -6,6 +6,7 @@
 
 #include <sched.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <deque>
@@ -30,13 +31,14 @@ inline OpenMP openmp;
 // that the system runs late finds all done, where at a barrier everybody would wait for it.
 class alignas(64) TaskQueue {
 public:
-    explicit TaskQueue(int count) : count_(count) {}
+    explicit TaskQueue(int count) : count_(count), share_(1 + count / kShares) {}
 
     template <class Function>
     void run(const Function& function) {
-        for (int i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) {
-            function(i);
-            done_.fetch_add(1, std::memory_order_release);
+        for (int i; (i = next_.fetch_add(share_, std::memory_order_relaxed)) < count_;) {
+            const int end = std::min(i + share_, count_);
+            for (int task = i; task < end; ++task) function(task);
+            done_.fetch_add(end - i, std::memory_order_release);
         }
     }
 
@@ -52,6 +54,7 @@ public:
 
 private:
     static constexpr int kSpins = 1000;
+    static constexpr int kShares = 64;  // more of them, and taking one costs more than it evens out
 
     static void pause() {
 #if defined(__x86_64__)
@@ -59,7 +62,7 @@ private:
 #endif
     }
 
-    const int count_;
+    const int count_, share_;
     std::atomic<int> next_{0}, done_{0};
 };
 

@@ -1,4 +1,5 @@
-"""Checkpoints that differ from another one by their weights, or a little more."""
+"""What tests of sleeping and of reloading share: engines, and checkpoints that differ from another
+one by their weights, or a little more."""
 
 from __future__ import annotations
 
@@ -8,6 +9,28 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+
+from attention.native_build import NativeBuildError, find_compiler
+from runtime import LLM
+from tests.runtime.stream_reading import greedy
+
+PROMPTS = [[(11 * i + j) % 250 for j in range(n)] for i, n in enumerate((1, 7, 33, 60))]
+SIZES = {"max_model_len": 128, "max_num_batched_tokens": 32, "num_kv_blocks": 64}
+try:
+    find_compiler()
+    HAS_COMPILER = True
+except NativeBuildError:
+    HAS_COMPILER = False
+
+
+def make(path, **options):
+    return LLM(path, **{"device": "cpu", "dtype": "float32"} | SIZES | options)
+
+
+def generate(llm):
+    outputs = llm.generate(PROMPTS, greedy(12), use_tqdm=False)
+    llm.engine.check_integrity()
+    return [output.outputs[0].token_ids for output in outputs]
 
 
 def other_weights(source: Path, target: Path, *, seed: int = 5, dtype=torch.float32) -> Path:

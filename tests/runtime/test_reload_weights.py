@@ -8,30 +8,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from attention.native_build import NativeBuildError, find_compiler
-from runtime import LLM, AsyncLLM, EngineStateError, ModelLoadError, SamplingParams
+from runtime import AsyncLLM, EngineStateError, ModelLoadError, SamplingParams
 from runtime.models import weights as weights_module
 from runtime.models.linear import PackedWeight
-from tests.runtime.other_weights import change_config, other_weights, save_weights
+from tests.runtime.other_weights import (
+    HAS_COMPILER,
+    PROMPTS,
+    SIZES,
+    change_config,
+    generate,
+    make,
+    other_weights,
+    save_weights,
+)
 from tests.runtime.stream_reading import final, greedy, is_clean, run
-
-PROMPTS = [[(11 * i + j) % 250 for j in range(n)] for i, n in enumerate((1, 7, 33, 60))]
-SIZES = {"max_model_len": 128, "max_num_batched_tokens": 32, "num_kv_blocks": 64}
-try:
-    find_compiler()
-    HAS_COMPILER = True
-except NativeBuildError:
-    HAS_COMPILER = False
-
-
-def make(path, **options):
-    return LLM(path, **{"device": "cpu", "dtype": "float32"} | SIZES | options)
-
-
-def generate(llm):
-    outputs = llm.generate(PROMPTS, greedy(12), use_tqdm=False)
-    llm.engine.check_integrity()
-    return [output.outputs[0].token_ids for output in outputs]
 
 
 def num_cached(llm):

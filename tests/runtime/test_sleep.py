@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from attention import PagedKVCache
-from attention.native_build import NativeBuildError, find_compiler
 from runtime import (
-    LLM,
     AsyncLLM,
     Engine,
     EngineConfig,
@@ -21,27 +19,18 @@ from runtime import (
 )
 from runtime.kv_memory import give_back_free_memory
 from runtime.models.linear import PackedWeight
-from tests.runtime.other_weights import change_config, other_weights
+from tests.runtime.other_weights import (
+    HAS_COMPILER,
+    PROMPTS,
+    SIZES,
+    change_config,
+    generate,
+    make,
+    other_weights,
+)
 from tests.runtime.stream_reading import Gate, collect, final, greedy, is_clean, run
 
-PROMPTS = [[(11 * i + j) % 250 for j in range(n)] for i, n in enumerate((1, 7, 33, 60))]
-SIZES = {"max_model_len": 128, "max_num_batched_tokens": 32, "num_kv_blocks": 64}
 MIB = 1 << 20
-try:
-    find_compiler()
-    HAS_COMPILER = True
-except NativeBuildError:
-    HAS_COMPILER = False
-
-
-def make(path, **options):
-    return LLM(path, **{"device": "cpu", "dtype": "float32"} | SIZES | options)
-
-
-def generate(llm):
-    outputs = llm.generate(PROMPTS, greedy(12), use_tqdm=False)
-    llm.engine.check_integrity()
-    return [output.outputs[0].token_ids for output in outputs]
 
 
 def resident_bytes():

@@ -8,6 +8,7 @@
 #include <new>
 
 #include "call.h"
+#include "decode.h"
 #include "pack.h"
 #include "products.h"
 
@@ -64,9 +65,11 @@ public:
         depth_ = (head_dim_ + Element::kPerWord - 1) / Element::kPerWord;
         query_stride_ = round_up(depth_, kLanes);
         value_stride_ = round_up(head_dim_, kLanes * Element::kPerWord);
+        few_ = num_rows_ <= kFewRows;
+        heads_at_once_ = few_ ? std::max(1, kLanes / num_rows_) : 1;
         const std::size_t heads = item.last_head - item.first_head;
         const std::size_t rows = heads * num_rows_;
-        const std::size_t padded_rows = round_up(num_rows_, kLanes);
+        const std::size_t padded_rows = round_up(heads_at_once_ * num_rows_, kLanes);
         const std::size_t words = rows * (query_stride_ + value_stride_ + kLanes + 1) + kLanes +
             padded_rows * (2 * kBlockKeys + 2) + (query_stride_ + value_stride_ + 4) * kBlockKeys;
         scratch.reset(words * 4 + 16 * 64);
@@ -76,8 +79,8 @@ public:
         values_ = scratch.take<uint32_t>(value_stride_ * kBlockKeys);
         query_ = scratch.take<uint32_t>(rows * query_stride_);
         sums_ = scratch.take<float>(rows * value_stride_);
-        scores_ = scratch.take<float>(num_rows_ * kBlockKeys);
-        weights_ = scratch.take<uint32_t>(num_rows_ * kBlockKeys);
+        scores_ = scratch.take<float>(padded_rows * kBlockKeys);
+        weights_ = scratch.take<uint32_t>(padded_rows * kBlockKeys);
         alpha_ = scratch.take<float>(padded_rows);
         bases_ = scratch.take<float>(padded_rows);
         largest_ = scratch.take<float>(rows + kLanes);
@@ -96,9 +99,7 @@ public:
             std::swap(offsets_, next_offsets_);
             const int next_count = block_length(key + count);
             if (!locate(key + count, next_count)) return false;
-            for (int head = item_.first_head; head < item_.last_head; ++head) {
-                attend(head, key, count, next_count);
-            }
+            attend(key, count, next_count);
             key += count;
             count = next_count;
         }
@@ -152,23 +153,42 @@ private:
             }
             next_offsets_[i] = slot * token_stride;
         }
+        // The last one repeated, so that keys can be read by whole vectors.
+        for (int i = count; i % kLanes != 0; ++i) next_offsets_[i] = next_offsets_[count - 1];
         return true;
     }
 
-    void attend(int head, int first_key, int count, int next_count) {
-        const int index = (head - item_.first_head) * num_rows_;
-        const int num_vectors = (count + kLanes - 1) / kLanes;
-        const int64_t head_offset = int64_t{head} * head_dim_;
+    void attend(int first_key, int count, int next_count) {
         const int num_words = (count + Element::kPerWord - 1) / Element::kPerWord;
         // Larger products take so long that what is fetched beside packing suffices.
-        const bool products_fetch = num_rows_ <= kProductRows;
-        Ahead ahead = rows_ahead(head, next_count);
-        ahead.total = 2 * count + (products_fetch ? depth_ + num_words : 0);
+        const bool products_fetch = !few_ && num_rows_ <= kProductRows;
+        const int units = 2 * count + (products_fetch ? depth_ + num_words : 0);
+        Ahead ahead = rows_ahead(next_count, units * (item_.last_head - item_.first_head));
+        for (int head = item_.first_head; head < item_.last_head; head += heads_at_once_) {
+            const int heads = std::min(heads_at_once_, item_.last_head - head);
+            const int state = (head - item_.first_head) * num_rows_;
+            if (few_) {
+                for (int h = 0; h < heads; ++h) score_few(head + h, h * num_rows_, count, ahead);
+                weigh(state, heads * num_rows_, first_key, count);
+                for (int h = 0; h < heads; ++h) add_few(head + h, h * num_rows_, count, ahead);
+            } else {
+                Ahead* products_ahead = products_fetch ? &ahead : nullptr;
+                score(head, count, ahead, products_ahead);
+                weigh(state, num_rows_, first_key, count);
+                add_values(head, count, ahead, products_ahead);
+            }
+        }
+    }
+
+    const Storage* of_head(const void* pages, int head) const {
+        return static_cast<const Storage*>(pages) + int64_t{head} * head_dim_;
+    }
+
+    void score(int head, int count, Ahead& ahead, Ahead* products_ahead) {
         pack_keys<Element>(
-            static_cast<const Storage*>(call_.keys) + head_offset, offsets_,
-            count, head_dim_, ahead, keys_, kBlockKeys);
+            of_head(call_.keys, head), offsets_, count, head_dim_, ahead, keys_, kBlockKeys);
         ProductArgs product;
-        product.a = query_ + int64_t{index} * query_stride_;
+        product.a = query_ + int64_t{head - item_.first_head} * num_rows_ * query_stride_;
         product.a_stride = query_stride_;
         product.b = keys_;
         product.b_stride = kBlockKeys;
@@ -176,57 +196,87 @@ private:
         product.c_stride = kBlockKeys;
         product.alpha = nullptr;
         product.depth = depth_;
-        product.ahead = products_fetch ? &ahead : nullptr;
-        multiply<Product>(product, num_rows_, num_vectors);
-        weigh(index, first_key, count);
+        product.ahead = products_ahead;
+        multiply<Product>(product, num_rows_, (count + kLanes - 1) / kLanes);
+    }
+
+    void add_values(int head, int count, Ahead& ahead, Ahead* products_ahead) {
         pack_values<Element>(
-            static_cast<const Storage*>(call_.values) + head_offset, offsets_,
-            count, head_dim_, ahead, values_, value_stride_);
+            of_head(call_.values, head), offsets_, count, head_dim_, ahead, values_, value_stride_);
+        ProductArgs product;
         product.a = weights_;
         product.a_stride = kBlockKeys / Element::kPerWord;
         product.b = values_;
         product.b_stride = value_stride_;
-        product.c = sums_ + int64_t{index} * value_stride_;
+        product.c = sums_ + int64_t{head - item_.first_head} * num_rows_ * value_stride_;
         product.c_stride = value_stride_;
         product.alpha = alpha_;
-        product.depth = num_words;
+        product.depth = (count + Element::kPerWord - 1) / Element::kPerWord;
+        product.ahead = products_ahead;
         multiply<Product>(product, num_rows_, (head_dim_ + kLanes - 1) / kLanes);
     }
 
-    // The share of the next rows, with all of the item's heads, to fetch beside this head's work.
-    Ahead rows_ahead(int head, int count) const {
-        const int heads = item_.last_head - item_.first_head, index = head - item_.first_head;
+    void score_few(int head, int row, int count, Ahead& ahead) {
+        FewArgs<Element> args;
+        args.pages = of_head(call_.keys, head);
+        args.offsets = offsets_;
+        args.num_keys = count;
+        args.head_dim = head_dim_;
+        args.a = query_ + int64_t{head - item_.first_head} * num_rows_ * query_stride_;
+        args.a_stride = query_stride_;
+        args.c = scores_ + row * kBlockKeys;
+        args.c_stride = kBlockKeys;
+        args.ahead = &ahead;
+        with_few_rows(num_rows_, [&](auto rows) { few_scores<Element, rows>(args); });
+    }
+
+    void add_few(int head, int row, int count, Ahead& ahead) {
+        FewArgs<Element> args;
+        args.pages = of_head(call_.values, head);
+        args.offsets = offsets_;
+        args.num_keys = count;
+        args.head_dim = head_dim_;
+        args.a = weights_ + row * (kBlockKeys / Element::kPerWord);
+        args.a_stride = kBlockKeys / Element::kPerWord;
+        args.c = sums_ + int64_t{head - item_.first_head} * num_rows_ * value_stride_;
+        args.c_stride = value_stride_;
+        args.alpha = alpha_ + row;
+        args.ahead = &ahead;
+        with_few_rows(num_rows_, [&](auto rows) { few_sums<Element, rows>(args); });
+    }
+
+    // The next rows, with all of the item's heads, to fetch beside so many units of work.
+    Ahead rows_ahead(int count, int units) const {
         const int64_t first_byte = int64_t{item_.first_head} * head_dim_ * sizeof(Storage);
         Ahead ahead;
         ahead.keys = static_cast<const char*>(call_.keys) + first_byte;
         ahead.values = static_cast<const char*>(call_.values) + first_byte;
         ahead.offsets = next_offsets_;
         ahead.element_bytes = sizeof(Storage);
-        ahead.row_bytes = heads * head_dim_ * sizeof(Storage);
-        ahead.row = 2 * count * index / heads;
-        ahead.last = 2 * count * (index + 1) / heads;
-        ahead.share = ahead.last - ahead.row;
+        ahead.row_bytes = (item_.last_head - item_.first_head) * head_dim_ * sizeof(Storage);
+        ahead.last = ahead.share = 2 * count;
+        ahead.total = units;
         return ahead;
     }
 
     // Turns scores into weights relative to the largest score so far.
-    void weigh(int state, int first_key, int count) {
-        for (int row = 0; row < num_rows_; ++row) {
+    void weigh(int state, int num_rows, int first_key, int count) {
+        for (int row = 0; row < num_rows; ++row) {
             bases_[row] = larger_of(
                 largest_[state + row], hide(row, first_key, count) * scale_);
         }
-        for (int row = 0; row < num_rows_; row += kLanes) {  // arrays are padded to whole vectors
+        for (int row = 0; row < num_rows; row += kLanes) {  // arrays are padded to whole vectors
             const Floats before = load<Floats>(largest_ + state + row);
             const Floats now = load<Floats>(bases_ + row);
             const Floats base = now == kNone ? Floats{} : now;  // no key seen: weights are zero
             store(alpha_ + row, exp2_negative<kExact>(before - base));
             store(bases_ + row, base);
-            for (int i = row; i < num_rows_ && i < row + kLanes; ++i) {
+            for (int i = row; i < num_rows && i < row + kLanes; ++i) {
                 largest_[state + i] = now[i - row];
             }
         }
         const int num_vectors = (count + kLanes - 1) / kLanes;
-        for (int row = 0; row < num_rows_; ++row) {
+        for (int row = 0; row < num_rows; ++row) {
             const float* scores = scores_ + row * kBlockKeys;
             float* totals = totals_ + (state + row) * kLanes;
             const Floats base = splat(bases_[row]);
@@ -243,7 +293,7 @@ private:
 
     // Makes the scores of keys that a row doesn't see -inf, and returns the largest one.
     float hide(int row, int first_key, int count) {
-        const int position = item_.first_row + row / group_ + item_.position_offset;
+        const int position = item_.first_row + row % num_rows_ / group_ + item_.position_offset;
         const int num_vectors = (count + kLanes - 1) / kLanes;
         int last = position + 1 - first_key;
         if (last > count) last = count;
@@ -311,6 +361,8 @@ private:
     int64_t bad_block_ = 0;
     float scale_;  // of scores whose power of 2 is taken
     int group_, num_rows_, head_dim_;
+    bool few_;           // rows
+    int heads_at_once_;
     int depth_;         // words of a head
     int query_stride_;  // words
     int value_stride_;  // words or floats

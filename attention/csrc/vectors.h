@@ -142,6 +142,59 @@ inline V interleave_high(V one, V other) {
     return interleave_from<count / 2>(one, other, std::make_index_sequence<count>{});
 }
 
+// Blocks of four words, whose order is cheaper to change than that of words.
+constexpr int kBlockWords = 4, kBlocks = kLanes / kBlockWords;
+
+// One block in all of a vector's.
+inline Words repeat_block(const uint32_t* source) {
+#if defined(__AVX512F__)
+    return bits<Words>(_mm512_broadcast_i32x4(load<__m128i>(source)));
+#elif defined(__AVX2__)
+    return bits<Words>(_mm256_broadcastsi128_si256(load<__m128i>(source)));
+#else
+    return load<Words>(source);
+#endif
+}
+
+// Every other block of two vectors in a row, from block First on.
+template <int First, std::size_t... I>
+inline Words alternate_blocks(Words one, Words other, std::index_sequence<I...>) {
+    return STEPGRAPH_SHUFFLE(
+        Words, one, other, int((I / kBlockWords * 2 + First) * kBlockWords + I % kBlockWords)...);
+}
+
+// As transpose below, of blocks.
+inline void transpose_blocks(Words (&rows)[kBlocks]) {
+    constexpr auto lanes = std::make_index_sequence<kLanes>{};
+#pragma GCC unroll 8
+    for (int stage = 1; stage < kBlocks; stage *= 2) {
+        Words next[kBlocks];
+#pragma GCC unroll 16
+        for (int i = 0; i < kBlocks / 2; ++i) {
+            next[i] = alternate_blocks<0>(rows[2 * i], rows[2 * i + 1], lanes);
+            next[i + kBlocks / 2] = alternate_blocks<1>(rows[2 * i], rows[2 * i + 1], lanes);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < kBlocks; ++i) rows[i] = next[i];
+    }
+}
+
+template <int Unit, int First, std::size_t... I>
+inline Floats interleave_in_blocks(Floats one, Floats other, std::index_sequence<I...>) {
+    return bits<Floats>(STEPGRAPH_SHUFFLE(
+        Words, bits<Words>(one), bits<Words>(other),
+        int(I / kBlockWords * kBlockWords + First + I % kBlockWords / (2 * Unit) * Unit + I % Unit +
+            I / Unit % 2 * kLanes)...));
+}
+
+// Adds both halves of each block, and interleaves the sums of one and other by units of floats.
+template <int Unit>
+inline Floats fold_blocks(Floats one, Floats other) {
+    constexpr auto lanes = std::make_index_sequence<kLanes>{};
+    return interleave_in_blocks<Unit, 0>(one, other, lanes) +
+        interleave_in_blocks<Unit, kBlockWords / 2>(one, other, lanes);
+}
+
 // Interleaving row i with row i + n / 2, log2(n) times, transposes an n by n matrix.
 inline void transpose(Words (&rows)[kLanes]) {
 #pragma GCC unroll 8

@@ -16,9 +16,9 @@ namespace stepgraph {
 
 // Rows whose accumulators fit in registers, beside the operands.
 #if defined(__AVX512F__)
-constexpr int kFewRows = 8;
+constexpr int kFewRows = 8, kFewAccumulators = 16;
 #else
-constexpr int kFewRows = 4;
+constexpr int kFewRows = 4, kFewAccumulators = 4;
 #endif
 
 template <class Element>
@@ -34,29 +34,52 @@ struct FewArgs {
     Ahead* ahead;        // what to fetch meanwhile: a unit per key
 };
 
-// Adds the products of half of kLanes keys with elements first up to kLanes words further.
-template <class Element, int R, bool whole>
-inline void add_scores(
-    const FewArgs<Element>& args, const int64_t* offsets, int first, Floats (&sums)[2][R]) {
-    Words keys[2][kBlocks];
+// One vector's keys, transposed: kLanes words of each from element first on.
+template <class Element, bool whole>
+inline void load_keys(
+    const FewArgs<Element>& args, const int64_t* offsets, int first, Words (&keys)[kBlocks]) {
+    const auto* pages = args.pages + first;
+    const int rest = args.head_dim - first;
+    if constexpr (kBlocks == 1) {
+        keys[0] = load_elements<Element>(pages + offsets[0], rest);
+    } else {
+        constexpr int half = kLanes / 2 * Element::kPerWord;
+        constexpr auto lanes = std::make_index_sequence<kLanes>{};
+        Words halves[kBlocks / 2][2];
 #pragma GCC unroll 2
-    for (int q = 0; q < 2; ++q) {
-#pragma GCC unroll 4
-        for (int i = 0; i < kBlocks; ++i) {
-            const auto* source = args.pages + offsets[q + i * kBlockWords] + first;
-            keys[q][i] = whole ? Element::load_words(source)
-                               : load_elements<Element>(source, args.head_dim - first);
+        for (int i = 0; i < kBlocks / 2; ++i) {
+            const auto* one = pages + offsets[2 * i * kBlockWords];
+            const auto* other = pages + offsets[(2 * i + 1) * kBlockWords];
+            if constexpr (whole) {
+                using Stored = typename Element::Stored;
+                halves[i][0] = Element::words(load_halves<Stored>(one, other));
+                halves[i][1] = Element::words(load_halves<Stored>(one + half, other + half));
+            } else {
+                const Words first_key = load_elements<Element>(one, rest);
+                const Words other_key = load_elements<Element>(other, rest);
+                halves[i][0] = join_halves<0>(first_key, other_key, lanes);
+                halves[i][1] = join_halves<kLanes / 2>(first_key, other_key, lanes);
+            }
         }
-        transpose_blocks(keys[q]);
+        transpose_halves(halves, keys);
     }
+}
+
+// Adds the products of Q vectors' keys with kLanes words from element first on.
+template <class Element, int R, int Q, bool whole>
+inline void add_scores(
+    const FewArgs<Element>& args, const int64_t* offsets, int first, Floats (&sums)[Q][R]) {
+    Words keys[Q][kBlocks];
+#pragma GCC unroll 4
+    for (int q = 0; q < Q; ++q) load_keys<Element, whole>(args, offsets + q, first, keys[q]);
     const uint32_t* query = args.a + first / Element::kPerWord;
 #pragma GCC unroll 4
     for (int i = 0; i < kBlocks; ++i) {
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
             const Words block = repeat_block(query + r * args.a_stride + i * kBlockWords);
-#pragma GCC unroll 2
-            for (int q = 0; q < 2; ++q) {
+#pragma GCC unroll 4
+            for (int q = 0; q < Q; ++q) {
                 sums[q][r] = ProductOf<Element>::Type::add(block, keys[q][i], sums[q][r]);
             }
         }
@@ -67,61 +90,83 @@ inline void add_scores(
 template <class Element, int R>
 void few_scores(const FewArgs<Element>& args) {
     constexpr int step = kLanes * Element::kPerWord;
+    constexpr int Q = R * kBlockWords <= kFewAccumulators ? 4 : 2;
     for (int key = 0; key < args.num_keys; key += kLanes) {
         Floats halves[2][R];
 #pragma GCC unroll 2
-        for (int h = 0; h < 2; ++h) {
-            args.ahead->advance(kLanes / 2);
-            const int64_t* offsets = args.offsets + key + 2 * h;
-            Floats sums[2][R] = {};
+        for (int q0 = 0; q0 < kBlockWords; q0 += Q) {
+            args.ahead->advance(kLanes * Q / kBlockWords);
+            const int64_t* offsets = args.offsets + key + q0;
+            Floats sums[Q][R] = {};
             int first = 0;
             for (; first + step <= args.head_dim; first += step) {
-                add_scores<Element, R, true>(args, offsets, first, sums);
+                add_scores<Element, R, Q, true>(args, offsets, first, sums);
             }
-            if (first < args.head_dim) add_scores<Element, R, false>(args, offsets, first, sums);
+            if (first < args.head_dim) {
+                add_scores<Element, R, Q, false>(args, offsets, first, sums);
+            }
+#pragma GCC unroll 2
+            for (int q = 0; q < Q; q += 2) {
 #pragma GCC unroll 8
-            for (int r = 0; r < R; ++r) {
-                halves[h][r] = fold_blocks<1>(sums[0][r], sums[1][r]);
+                for (int r = 0; r < R; ++r) {
+                    halves[(q0 + q) / 2][r] = fold_blocks<uint32_t>(sums[q][r], sums[q + 1][r]);
+                }
             }
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
             store(
                 args.c + r * args.c_stride + key,
-                fold_blocks<2>(halves[0][r], halves[1][r]));
+                fold_blocks<uint64_t>(halves[0][r], halves[1][r]));
         }
     }
 }
 
-// kPerWord successive keys' words of V vectors' columns from column on.
+// Words of V vectors' columns from column on, of one key or, where words hold two, of another too.
 template <class Element, int V, bool whole>
-inline void load_values(const FewArgs<Element>& args, int key, int column, Words (&values)[V]) {
+inline void load_values(
+    const FewArgs<Element>& args, const typename Element::Storage* row,
+    const typename Element::Storage* next, int column, Words (&values)[V]) {
+    constexpr int full = kLanes * Element::kPerWord;
     const auto words = [&](const typename Element::Storage* source, int from) {
-        return whole ? Element::load_words(source + from)
-                     : load_elements<Element>(source + from, args.head_dim - from);
+        return load_elements<Element>(source + from, whole ? full : args.head_dim - from);
     };
-    const auto* row = args.pages + args.offsets[key];
     if constexpr (Element::kPerWord == 1) {
 #pragma GCC unroll 4
         for (int v = 0; v < V; ++v) values[v] = words(row, column + v * kLanes);
     } else {
         typedef uint16_t Elements __attribute__((vector_size(kLanes * 4)));
-        const bool paired = key + 1 < args.num_keys;
-        const auto* next = args.pages + args.offsets[paired ? key + 1 : key];
 #pragma GCC unroll 2
         for (int v = 0; v < V; v += 2) {
             const int from = column + v * kLanes;
             const auto one = bits<Elements>(words(row, from));
-            const auto other = paired ? bits<Elements>(words(next, from)) : Elements{};
-            values[v] = bits<Words>(interleave_low(one, other));
-            values[v + 1] = bits<Words>(interleave_high(one, other));
+            const auto other = next ? bits<Elements>(words(next, from)) : Elements{};
+            values[v] = bits<Words>(interleave_in_blocks_low(one, other));
+            values[v + 1] = bits<Words>(interleave_in_blocks_high(one, other));
+        }
+    }
+}
+
+// Changes a row's columns between their order in memory and the one that load_values leaves.
+template <class Element, bool to_memory, int V>
+inline void reorder(Floats (&sums)[V]) {
+    if constexpr (Element::kPerWord == 2) {
+        constexpr auto lanes = std::make_index_sequence<kLanes>{};
+#pragma GCC unroll 2
+        for (int v = 0; v < V; v += 2) {
+            const Words one = bits<Words>(sums[v]), other = bits<Words>(sums[v + 1]);
+            sums[v] = bits<Floats>(
+                to_memory ? interleave_blocks<0>(one, other, lanes)
+                          : alternate_blocks<0>(one, other, lanes));
+            sums[v + 1] = bits<Floats>(
+                to_memory ? interleave_blocks<kBlocks / 2>(one, other, lanes)
+                          : alternate_blocks<1>(one, other, lanes));
         }
     }
 }
 
 template <class Element, int R, int V, bool whole>
 void few_columns(const FewArgs<Element>& args, int column) {
-    constexpr int step = 8;
     Floats sums[R][V];
     float* c = args.c + column;
 #pragma GCC unroll 8
@@ -130,25 +175,40 @@ void few_columns(const FewArgs<Element>& args, int column) {
         for (int v = 0; v < V; ++v) {
             sums[r][v] = load<Floats>(c + r * args.c_stride + v * kLanes) * args.alpha[r];
         }
+        reorder<Element, false>(sums[r]);
     }
-    for (int first = 0; first < args.num_keys; first += step) {
-        if (column == 0) args.ahead->advance(step);
-        const int last = first + step < args.num_keys ? first + step : args.num_keys;
-        for (int key = first; key < last; key += Element::kPerWord) {
-            Words values[V];
-            load_values<Element, V, whole>(args, key, column, values);
+    const uint32_t* weights = args.a;
+    const int64_t stride = args.a_stride;
+    const auto add = [&](const auto* row, const auto* next) {
+        Words values[V];
+        load_values<Element, V, whole>(args, row, next, column, values);
 #pragma GCC unroll 8
-            for (int r = 0; r < R; ++r) {
-                const Words weight = Words{} + args.a[r * args.a_stride + key / Element::kPerWord];
+        for (int r = 0; r < R; ++r) {
+            const Words weight = Words{} + weights[r * stride];
 #pragma GCC unroll 4
-                for (int v = 0; v < V; ++v) {
-                    sums[r][v] = ProductOf<Element>::Type::add(weight, values[v], sums[r][v]);
-                }
+            for (int v = 0; v < V; ++v) {
+                sums[r][v] = ProductOf<Element>::Type::add(weight, values[v], sums[r][v]);
             }
         }
+        ++weights;
+    };
+    const auto* pages = args.pages;
+    const int64_t *offsets = args.offsets, *last = offsets + args.num_keys;
+    constexpr int step = 8;
+    for (; last - offsets >= step; offsets += step) {
+        if (column == 0) args.ahead->advance(step);
+#pragma GCC unroll 4
+        for (int i = 0; i < step; i += Element::kPerWord) {
+            add(pages + offsets[i], pages + offsets[i + Element::kPerWord - 1]);
+        }
     }
+    for (; last - offsets >= Element::kPerWord; offsets += Element::kPerWord) {
+        add(pages + offsets[0], pages + offsets[Element::kPerWord - 1]);
+    }
+    if (offsets < last) add(pages + offsets[0], static_cast<const typename Element::Storage*>(nullptr));
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
+        reorder<Element, true>(sums[r]);
 #pragma GCC unroll 4
         for (int v = 0; v < V; ++v) store(c + r * args.c_stride + v * kLanes, sums[r][v]);
     }

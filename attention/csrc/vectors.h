@@ -33,25 +33,51 @@ inline V load(const void* source) {
     return result;
 }
 
-// The first num_bytes bytes of a vector, the rest zero.
-template <class V>
-inline V load_part(const void* source, std::size_t num_bytes) {
-    V result = V{};
-    std::memcpy(&result, source, num_bytes);
-    return result;
-}
-
-template <class V>
-inline void store(void* target, V value) {
-    std::memcpy(target, &value, sizeof(V));
-}
-
 template <class To, class From>
 inline To bits(From from) {
     static_assert(sizeof(To) == sizeof(From), "bits of another size");
     To to;
     std::memcpy(&to, &from, sizeof(To));
     return to;
+}
+
+// The first num_bytes bytes of a vector, at most its size; the rest zero.
+template <class V>
+inline V load_part(const void* source, std::size_t num_bytes) {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+    const uint64_t mask = num_bytes < 64 ? (uint64_t{1} << num_bytes) - 1 : ~uint64_t{0};
+    if constexpr (sizeof(V) == 64) return bits<V>(_mm512_maskz_loadu_epi8(mask, source));
+    if constexpr (sizeof(V) == 32) return bits<V>(_mm256_maskz_loadu_epi8(mask, source));
+#endif
+    V result = V{};
+    std::memcpy(&result, source, num_bytes);
+    return result;
+}
+
+// Half a vector from each source.
+template <class V>
+inline V load_halves(const void* one, const void* other) {
+#if defined(__AVX512F__)
+    if constexpr (sizeof(V) == 64) {
+        const __m512i first = _mm512_castsi256_si512(load<__m256i>(one));
+        return bits<V>(_mm512_inserti64x4(first, load<__m256i>(other), 1));
+    }
+#endif
+#if defined(__AVX2__)
+    if constexpr (sizeof(V) == 32) {
+        const __m256i first = _mm256_castsi128_si256(load<__m128i>(one));
+        return bits<V>(_mm256_inserti128_si256(first, load<__m128i>(other), 1));
+    }
+#endif
+    V result;
+    std::memcpy(&result, one, sizeof(V) / 2);
+    std::memcpy(reinterpret_cast<char*>(&result) + sizeof(V) / 2, other, sizeof(V) / 2);
+    return result;
+}
+
+template <class V>
+inline void store(void* target, V value) {
+    std::memcpy(target, &value, sizeof(V));
 }
 
 inline Floats splat(float value) { return Floats{} + value; }
@@ -160,39 +186,68 @@ inline Words repeat_block(const uint32_t* source) {
 template <int First, std::size_t... I>
 inline Words alternate_blocks(Words one, Words other, std::index_sequence<I...>) {
     return STEPGRAPH_SHUFFLE(
-        Words, one, other, int((I / kBlockWords * 2 + First) * kBlockWords + I % kBlockWords)...);
+        Words, one, other,
+        (int(I) / kBlockWords * 2 * kBlockWords + First * kBlockWords + int(I) % kBlockWords)...);
 }
 
-// As transpose below, of blocks.
-inline void transpose_blocks(Words (&rows)[kBlocks]) {
+// Blocks First + 0 of one vector, First + 0 of the other, First + 1, ...: undoes the above.
+template <int First, std::size_t... I>
+inline Words interleave_blocks(Words one, Words other, std::index_sequence<I...>) {
+    constexpr int pair = 2 * kBlockWords;
+    return STEPGRAPH_SHUFFLE(
+        Words, one, other,
+        (int(I) / pair * kBlockWords + First * kBlockWords + int(I) % kBlockWords +
+         int(I) % pair / kBlockWords * kLanes)...);
+}
+
+// The First lanes on of one vector's half, then of the other's.
+template <int First, std::size_t... I>
+inline Words join_halves(Words one, Words other, std::index_sequence<I...>) {
+    return STEPGRAPH_SHUFFLE(
+        Words, one, other, (int(I) % (kLanes / 2) + First + int(I) / (kLanes / 2) * kLanes)...);
+}
+
+// Transposes a matrix of blocks. halves[i][0] holds the first halves of rows 2 i and 2 i + 1,
+// halves[i][1] the others: from memory they are had for nothing.
+inline void transpose_halves(const Words (&halves)[kBlocks / 2][2], Words (&result)[kBlocks]) {
     constexpr auto lanes = std::make_index_sequence<kLanes>{};
-#pragma GCC unroll 8
-    for (int stage = 1; stage < kBlocks; stage *= 2) {
-        Words next[kBlocks];
-#pragma GCC unroll 16
-        for (int i = 0; i < kBlocks / 2; ++i) {
-            next[i] = alternate_blocks<0>(rows[2 * i], rows[2 * i + 1], lanes);
-            next[i + kBlocks / 2] = alternate_blocks<1>(rows[2 * i], rows[2 * i + 1], lanes);
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+        if constexpr (kBlocks == 4) {
+            result[2 * i] = alternate_blocks<0>(halves[0][i], halves[1][i], lanes);
+            result[2 * i + 1] = alternate_blocks<1>(halves[0][i], halves[1][i], lanes);
+        } else {
+            result[i] = halves[0][i];
         }
-#pragma GCC unroll 16
-        for (int i = 0; i < kBlocks; ++i) rows[i] = next[i];
     }
 }
 
-template <int Unit, int First, std::size_t... I>
-inline Floats interleave_in_blocks(Floats one, Floats other, std::index_sequence<I...>) {
-    return bits<Floats>(STEPGRAPH_SHUFFLE(
-        Words, bits<Words>(one), bits<Words>(other),
-        int(I / kBlockWords * kBlockWords + First + I % kBlockWords / (2 * Unit) * Unit + I % Unit +
-            I / Unit % 2 * kLanes)...));
+// In each block First elements on: one's element, other's, one's next ...
+template <int First, class V, std::size_t... I>
+inline V interleave_in_blocks(V one, V other, std::index_sequence<I...>) {
+    constexpr int count = sizeof...(I), block = count / kBlocks;
+    return STEPGRAPH_SHUFFLE(
+        V, one, other,
+        (int(I) / block * block + First + int(I) % block / 2 + (I % 2 ? count : 0))...);
 }
 
-// Adds both halves of each block, and interleaves the sums of one and other by units of floats.
-template <int Unit>
+template <class V>
+inline V interleave_in_blocks_low(V one, V other) {
+    return interleave_in_blocks<0>(one, other, std::make_index_sequence<kElements<V>>{});
+}
+
+template <class V>
+inline V interleave_in_blocks_high(V one, V other) {
+    constexpr int count = kElements<V>;
+    return interleave_in_blocks<count / kBlocks / 2>(one, other, std::make_index_sequence<count>{});
+}
+
+// Adds both halves of each block, and interleaves the sums of one and other by units of Unit.
+template <class Unit>
 inline Floats fold_blocks(Floats one, Floats other) {
-    constexpr auto lanes = std::make_index_sequence<kLanes>{};
-    return interleave_in_blocks<Unit, 0>(one, other, lanes) +
-        interleave_in_blocks<Unit, kBlockWords / 2>(one, other, lanes);
+    typedef Unit Units __attribute__((vector_size(sizeof(Floats))));
+    return bits<Floats>(interleave_in_blocks_low(bits<Units>(one), bits<Units>(other))) +
+        bits<Floats>(interleave_in_blocks_high(bits<Units>(one), bits<Units>(other)));
 }
 
 // Interleaving row i with row i + n / 2, log2(n) times, transposes an n by n matrix.

@@ -92,9 +92,11 @@ public:
 
     // Returns false if the block table names a block that is outside the cache: bad_block().
     bool run() {
-        load_query();
         int count = block_length(item_.first_key);
         if (!locate(item_.first_key, count)) return false;
+        Ahead start = rows_ahead(count, 1);
+        start.advance(1);
+        load_query();
         for (int key = item_.first_key; count > 0;) {
             std::swap(offsets_, next_offsets_);
             const int next_count = block_length(key + count);
@@ -251,10 +253,11 @@ private:
         Ahead ahead;
         ahead.keys = static_cast<const char*>(call_.keys) + first_byte;
         ahead.values = static_cast<const char*>(call_.values) + first_byte;
-        ahead.offsets = next_offsets_;
+        ahead.next = next_offsets_;
+        ahead.last = next_offsets_ + count;
         ahead.element_bytes = sizeof(Storage);
         ahead.row_bytes = (item_.last_head - item_.first_head) * head_dim_ * sizeof(Storage);
-        ahead.last = ahead.share = 2 * count;
+        ahead.share = count;
         ahead.total = units;
         return ahead;
     }

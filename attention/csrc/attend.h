@@ -3,50 +3,17 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdlib>
-#include <limits>
-#include <new>
 
 #include "call.h"
 #include "decode.h"
 #include "pack.h"
 #include "products.h"
+#include "reduce.h"
+#include "scratch.h"
 
 namespace stepgraph {
 
 constexpr int kBlockKeys = 64;
-constexpr int kReductionWidth = 64;
-constexpr float kNone = -std::numeric_limits<float>::infinity();
-
-// Memory of one thread, kept between calls.
-class Scratch {
-public:
-    ~Scratch() { std::free(memory_); }
-
-    // Forgets what was taken, and makes room for num_bytes and some alignment.
-    void reset(std::size_t num_bytes) {
-        used_ = 0;
-        if (num_bytes <= size_) return;
-        std::free(memory_);
-        size_ = (num_bytes + 4095) / 4096 * 4096;
-        memory_ = static_cast<char*>(std::aligned_alloc(64, size_));
-        if (!memory_) {
-            size_ = 0;
-            throw std::bad_alloc();
-        }
-    }
-
-    template <class T>
-    T* take(std::size_t count) {
-        T* result = reinterpret_cast<T*>(memory_ + used_);
-        used_ += (count * sizeof(T) + 63) / 64 * 64;
-        return result;
-    }
-
-private:
-    char* memory_ = nullptr;
-    std::size_t size_ = 0, used_ = 0;
-};
 
 template <class Element>
 class Attention {
@@ -144,16 +111,18 @@ private:
     bool locate(int first_key, int count) {
         const int32_t* table = call_.block_tables + item_.sequence * call_.table_stride;
         const int64_t token_stride = call_.num_kv_heads * call_.head_dim;
-        const int64_t block_size = int64_t{1} << call_.block_shift;
-        for (int i = 0; i < count; ++i) {
-            const int64_t position = first_key + i;
+        const int block_size = 1 << call_.block_shift;
+        for (int i = 0; i < count;) {
+            const int position = first_key + i, within = position & (block_size - 1);
+            const int length = std::min(block_size - within, count - i);
             const int64_t block = table[position >> call_.block_shift];
-            const int64_t slot = (block << call_.block_shift) + (position & (block_size - 1));
-            if (block < 0 || slot >= call_.num_slots) {
+            const int64_t slot = (block << call_.block_shift) + within;
+            if (block < 0 || slot + length > call_.num_slots) {
                 bad_block_ = block;
                 return false;
             }
-            next_offsets_[i] = slot * token_stride;
+            for (int j = 0; j < length; ++j) next_offsets_[i + j] = (slot + j) * token_stride;
+            i += length;
         }
         // The last one repeated, so that keys can be read by whole vectors.
         for (int i = count; i % kLanes != 0; ++i) next_offsets_[i] = next_offsets_[count - 1];
@@ -264,21 +233,26 @@ private:
 
     // Turns scores into weights relative to the largest score so far.
     void weigh(int state, int num_rows, int first_key, int count) {
+        const int num_vectors = (count + kLanes - 1) / kLanes;
+        if (!all_see(first_key, count)) {
+            for (int row = 0; row < num_rows; ++row) hide(row, first_key, count);
+        }
         for (int row = 0; row < num_rows; ++row) {
-            bases_[row] = larger_of(
-                largest_[state + row], hide(row, first_key, count) * scale_);
+            const float* scores = scores_ + row * kBlockKeys;
+            Floats highest = splat(kNone);
+            for (int v = 0; v < num_vectors; ++v) {
+                highest = larger(load<Floats>(scores + v * kLanes), highest);
+            }
+            bases_[row] = largest(highest);
         }
         for (int row = 0; row < num_rows; row += kLanes) {  // arrays are padded to whole vectors
             const Floats before = load<Floats>(largest_ + state + row);
-            const Floats now = load<Floats>(bases_ + row);
+            const Floats now = larger(load<Floats>(bases_ + row) * scale_, before);
             const Floats base = now == kNone ? Floats{} : now;  // no key seen: weights are zero
             store(alpha_ + row, exp2_negative<kExact>(before - base));
             store(bases_ + row, base);
-            for (int i = row; i < num_rows && i < row + kLanes; ++i) {
-                largest_[state + i] = now[i - row];
-            }
+            store(largest_ + state + row, lane_numbers() < num_rows - row ? now : before);
         }
-        const int num_vectors = (count + kLanes - 1) / kLanes;
         for (int row = 0; row < num_rows; ++row) {
             const float* scores = scores_ + row * kBlockKeys;
             float* totals = totals_ + (state + row) * kLanes;
@@ -294,29 +268,29 @@ private:
         }
     }
 
-    // Makes the scores of keys that a row doesn't see -inf, and returns the largest one.
-    float hide(int row, int first_key, int count) {
-        const int position = item_.first_row + row % num_rows_ / group_ + item_.position_offset;
-        const int num_vectors = (count + kLanes - 1) / kLanes;
-        int last = position + 1 - first_key;
-        if (last > count) last = count;
+    // Whether all rows see all of these keys, which fill whole vectors.
+    bool all_see(int first_key, int count) const {
+        const int first = item_.first_row + item_.position_offset;
+        const int last = item_.last_row - 1 + item_.position_offset;
+        return count % kLanes == 0 && first_key + count <= first + 1 &&
+            (!call_.window || last + 1 - call_.window <= first_key);
+    }
+
+    // Makes the scores of keys that a row doesn't see -inf.
+    void hide(int row, int first_key, int count) {
+        const int position =
+            item_.first_row + row % num_rows_ / group_ + item_.position_offset;
+        const int last = std::min(position + 1 - first_key, count);
         const int first =
             call_.window ? position + 1 - static_cast<int>(call_.window) - first_key : 0;
         float* scores = scores_ + row * kBlockKeys;
-        Floats highest = splat(kNone);
-        for (int v = 0; v < num_vectors; ++v) {
-            Floats score = load<Floats>(scores + v * kLanes);
-            if (first > v * kLanes || last < (v + 1) * kLanes) {
-                const Ints key = lane_numbers() + v * kLanes;
-                score = (key >= first) & (key < last) ? score : splat(kNone);
-                store(scores + v * kLanes, score);
-            }
-            highest = larger(score, highest);
+        for (int v = 0; v < count; v += kLanes) {
+            if (first <= v && v + kLanes <= last) continue;
+            const Ints key = lane_numbers() + v;
+            const Floats score = load<Floats>(scores + v);
+            store(scores + v, (key >= first) & (key < last) ? score : splat(kNone));
         }
-        return largest(highest);
     }
-
-    static float larger_of(float one, float other) { return one > other ? one : other; }
 
     void store_weights(int row, int v, Floats weight) {
         uint32_t* target = weights_ + row * (kBlockKeys / Element::kPerWord);
@@ -350,8 +324,9 @@ private:
                     const float total = sum(load<Floats>(totals_ + state * kLanes));
                     const float inverse = total == 0 ? 0 : 1 / total;
                     const float* sums = sums_ + state * value_stride_;
-                    for (int d = 0; d < head_dim_; ++d) {
-                        target[d] = Element::from_float(sums[d] * inverse);
+                    for (int d = 0; d < head_dim_; d += kLanes) {
+                        store_elements<Element>(
+                            target + d, load<Floats>(sums + d) * inverse, head_dim_ - d);
                     }
                 }
             }
@@ -373,46 +348,5 @@ private:
     uint32_t *keys_, *values_, *query_, *weights_;
     float *sums_, *scores_, *alpha_, *bases_, *largest_, *totals_;
 };
-
-// Merges the parts of one item that was split over keys.
-template <class Element>
-void reduce(const Call& call, const Reduction& reduction, const float* partials) {
-    const int64_t group = call.num_heads / call.num_kv_heads;
-    const int64_t stride = partial_stride(call);
-    const int64_t rows = reduction.last_row - reduction.first_row;
-    const int64_t part_size = (reduction.last_head - reduction.first_head) * rows * group;
-    for (int64_t index = 0; index < part_size; ++index) {
-        const int64_t head = reduction.first_head * group + index / (rows * group) * group +
-            index % group;
-        const int64_t row = reduction.first_row + index % (rows * group) / group;
-        auto* target = static_cast<typename Element::Storage*>(call.out) +
-            (row * call.num_heads + head) * call.head_dim;
-        const float* first = partials + (reduction.partial + index) * stride;
-        float highest = kNone;
-        for (int part = 0; part < reduction.num_parts; ++part) {
-            const float largest = first[part * part_size * stride];
-            highest = largest > highest ? largest : highest;
-        }
-        const float base = highest == kNone ? 0.0f : highest;
-        float total = 0;
-        float sums[kReductionWidth];
-        for (int64_t d0 = 0; d0 < call.head_dim; d0 += kReductionWidth) {
-            const int64_t width =
-                call.head_dim - d0 < kReductionWidth ? call.head_dim - d0 : kReductionWidth;
-            std::memset(sums, 0, sizeof(sums));
-            total = 0;
-            for (int part = 0; part < reduction.num_parts; ++part) {
-                const float* source = first + part * part_size * stride;
-                const float factor = exp2_negative<true>(splat(source[0] - base))[0];
-                total += source[1] * factor;
-                for (int64_t d = 0; d < width; ++d) sums[d] += source[2 + d0 + d] * factor;
-            }
-            const float inverse = total == 0 ? 0 : 1 / total;
-            for (int64_t d = 0; d < width; ++d) {
-                target[d0 + d] = Element::from_float(sums[d] * inverse);
-            }
-        }
-    }
-}
 
 }  // namespace stepgraph

@@ -12,7 +12,7 @@ struct FloatElement {
     static constexpr int kPerWord = 1;
     using Stored = Words;
     static Words words(Stored value) { return value; }
-    static Storage from_float(float value) { return value; }
+    static Floats from_floats(Floats values) { return values; }
 };
 
 struct BfloatElement {
@@ -20,7 +20,7 @@ struct BfloatElement {
     static constexpr int kPerWord = 1;
     using Stored = Halves;
     static Words words(Stored value) { return bits<Words>(bfloat_to_float(value)); }
-    static Storage from_float(float value) { return float_to_bfloat(value); }
+    static Halves from_floats(Floats values) { return float_to_bfloat(values); }
 };
 
 struct HalfElement {
@@ -28,7 +28,7 @@ struct HalfElement {
     static constexpr int kPerWord = 1;
     using Stored = Halves;
     static Words words(Stored value) { return bits<Words>(half_to_float(value)); }
-    static Storage from_float(float value) { return float_to_half(value); }
+    static Halves from_floats(Floats values) { return float_to_half(values); }
 };
 
 // a * b + sum, lane by lane.
@@ -44,7 +44,7 @@ struct BfloatPairElement {
     static constexpr int kPerWord = 2;
     using Stored = Words;
     static Words words(Stored value) { return value; }
-    static Storage from_float(float value) { return float_to_bfloat(value); }
+    static Halves from_floats(Floats values) { return float_to_bfloat(values); }
 };
 
 struct BfloatPairProduct {
@@ -77,6 +77,14 @@ inline Words load_elements(const typename Element::Storage* source, int count) {
     if (count >= kLanes * Element::kPerWord) return load_words<Element>(source);
     return Element::words(
         load_part<typename Element::Stored>(source, count * sizeof(typename Element::Storage)));
+}
+
+// Rounds up to kLanes floats to elements; sources are whole vectors, and count elements are stored.
+template <class Element>
+inline void store_elements(typename Element::Storage* target, Floats values, int count) {
+    const auto elements = Element::from_floats(values);
+    if (count >= kLanes) return store(target, elements);
+    std::memcpy(target, &elements, count * sizeof(*target));
 }
 
 constexpr int round_up(int value, int multiple) {

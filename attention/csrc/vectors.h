@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <utility>
 
 #if defined(__x86_64__)
@@ -80,6 +81,8 @@ inline void store(void* target, V value) {
     std::memcpy(target, &value, sizeof(V));
 }
 
+constexpr float kNone = -std::numeric_limits<float>::infinity();
+
 inline Floats splat(float value) { return Floats{} + value; }
 
 inline Ints lane_numbers() {
@@ -137,6 +140,18 @@ inline uint16_t float_to_half(float value) {
     }
     word += 0xc8000fff + ((word >> 13) & 1);
     return static_cast<uint16_t>(sign | (word >> 13));
+}
+
+inline Halves float_to_half(Floats value) {
+#if defined(__AVX512F__)
+    return bits<Halves>(_mm512_maskz_cvtps_ph(0xffff, bits<__m512>(value), 0));
+#elif defined(__F16C__)
+    return bits<Halves>(_mm256_cvtps_ph(bits<__m256>(value), 0));
+#else
+    Halves result;
+    for (int lane = 0; lane < kLanes; ++lane) result[lane] = float_to_half(value[lane]);
+    return result;
+#endif
 }
 
 // -- Shuffles ---------------------------------------------------------------------------------

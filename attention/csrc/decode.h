@@ -16,9 +16,9 @@ namespace stepgraph {
 
 // Rows whose accumulators fit in registers, beside the operands.
 #if defined(__AVX512F__)
-constexpr int kFewRows = 8, kFewAccumulators = 16;
+constexpr int kFewRows = 8, kFewAccumulators = 16, kFewSums = 24;
 #else
-constexpr int kFewRows = 4, kFewAccumulators = 4;
+constexpr int kFewRows = 4, kFewAccumulators = 4, kFewSums = 8;
 #endif
 
 template <class Element>
@@ -217,7 +217,7 @@ void few_columns(const FewArgs<Element>& args, int column) {
 // c [R, head_dim] = c * alpha + weights * values; padded columns become zero.
 template <class Element, int R>
 void few_sums(const FewArgs<Element>& args) {
-    constexpr int wide = R * 4 <= 3 * kFewRows ? 4 : 2, narrow = Element::kPerWord;
+    constexpr int wide = R * 4 <= kFewSums ? 4 : 2, narrow = Element::kPerWord;
     int column = 0;
     for (; column + wide * kLanes <= args.head_dim; column += wide * kLanes) {
         few_columns<Element, R, wide, true>(args, column);

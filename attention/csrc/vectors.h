@@ -69,6 +69,11 @@ inline V load_halves(const void* one, const void* other) {
         const __m256i first = _mm256_castsi128_si256(load<__m128i>(one));
         return bits<V>(_mm256_inserti128_si256(first, load<__m128i>(other), 1));
     }
+    if constexpr (sizeof(V) == 16) {
+        const __m128i first = _mm_loadl_epi64(static_cast<const __m128i*>(one));
+        return bits<V>(
+            _mm_unpacklo_epi64(first, _mm_loadl_epi64(static_cast<const __m128i*>(other))));
+    }
 #endif
     V result;
     std::memcpy(&result, one, sizeof(V) / 2);

@@ -22,8 +22,9 @@ WORK_COLUMNS = 9
 """Columns of a work list; csrc/call.h mirrors their order."""
 # Query rows times query heads per key/value head: enough to repay packing a tile of keys.
 _TILE_ROWS = 96
-# What packing keys and values for products costs, in rows that are multiplied with them.
-_PACKING_ROWS = 4
+# What loading a key and its value costs, in rows that are multiplied with them. A few rows leave
+# out packing, but then memory is what they wait for, and that costs as much.
+_LOADING_ROWS = 4
 # Keys that a part must have, so that merging the parts costs little beside them.
 _MIN_PART_KEYS = 128
 # Parts end at multiples of what the kernel attends at once.
@@ -119,6 +120,8 @@ def _work_list(
     if cost.sum() * spec.head_dim < _MIN_THREAD_PRODUCTS * num_threads:
         num_threads = 1
     items, reductions, num_partials = _split_keys(spec, items, cost, num_threads)
+    if len(items) == 1:
+        num_threads = 1  # there is nothing to share
     items = items[np.argsort(-_cost(spec, items), kind="stable")]
     idle = _idle_items(spec, metadata)
     header = np.zeros((1, WORK_COLUMNS), dtype=np.int64)
@@ -130,7 +133,7 @@ def _work_list(
 def _cost(spec: AttentionSpec, items: IntArray) -> IntArray:
     rows = (items[:, 3] - items[:, 2]) * spec.queries_per_kv
     heads = items[:, 5] - items[:, 4]
-    cost: IntArray = (rows + _PACKING_ROWS) * heads * (items[:, 7] - items[:, 6])
+    cost: IntArray = (rows + _LOADING_ROWS) * heads * (items[:, 7] - items[:, 6])
     return cost
 
 

@@ -1,24 +1,28 @@
 // Products of a few query rows with keys and values that go from the pages through registers, and
 // not through memory: so few rows would not repay packing.
 //
-// Scores need sums along a key, so along lanes. Blocks of four words are what a key's place in a
-// vector is transposed in: with a query's block repeated, lanes then hold four partial sums of as
-// many keys as a vector has blocks, and only those four are left to add across lanes.
+// A score is a sum along a key, so across lanes. Blocks of four words are transposed first, so that
+// each block's place in a vector belongs to one key. Products with a repeated block of the query
+// then leave four partial sums a key to add across lanes, not a vector of them.
 //
 //     loaded       key 0: a0 a1 a2 a3    key 4: b0 b1 b2 b3    key 8: c0 ..    key 12: d0 ..
 //     transposed   a0 b0 c0 d0    a1 b1 c1 d1    a2 b2 c2 d2    a3 b3 c3 d3
+//
+// Four such vectors of keys, 0 4 8 12, 1 5 9 13, ..., give the scores of kLanes keys in order.
 #pragma once
+
+#include <type_traits>
 
 #include "ahead.h"
 #include "elements.h"
 
 namespace stepgraph {
 
-// Rows whose accumulators fit in registers, beside the operands.
+// The most rows, and vectors of scores' and of values' sums that fit in registers beside operands.
 #if defined(__AVX512F__)
-constexpr int kFewRows = 8, kFewAccumulators = 16, kFewSums = 24;
+constexpr int kFewRows = 8, kFewScores = 16, kFewSums = 24;
 #else
-constexpr int kFewRows = 4, kFewAccumulators = 4, kFewSums = 8;
+constexpr int kFewRows = 4, kFewScores = 4, kFewSums = 8;
 #endif
 
 template <class Element>
@@ -45,7 +49,7 @@ inline void load_keys(
     } else {
         constexpr int half = kLanes / 2 * Element::kPerWord;
         constexpr auto lanes = std::make_index_sequence<kLanes>{};
-        Words halves[kBlocks / 2][2];
+        Words halves[(kBlocks + 1) / 2][2];
 #pragma GCC unroll 2
         for (int i = 0; i < kBlocks / 2; ++i) {
             const auto* one = pages + offsets[2 * i * kBlockWords];
@@ -86,11 +90,11 @@ inline void add_scores(
     }
 }
 
-// c [R, keys] = query * keys; columns up to a multiple of kLanes past the keys are garbage.
+// c [R, keys] = query * keys; columns up to a multiple of kLanes get the last key's.
 template <class Element, int R>
 void few_scores(const FewArgs<Element>& args) {
     constexpr int step = kLanes * Element::kPerWord;
-    constexpr int Q = R * kBlockWords <= kFewAccumulators ? 4 : 2;
+    constexpr int Q = R * kBlockWords <= kFewScores ? 4 : 2;
     for (int key = 0; key < args.num_keys; key += kLanes) {
         Floats halves[2][R];
 #pragma GCC unroll 2
@@ -167,6 +171,7 @@ inline void reorder(Floats (&sums)[V]) {
 
 template <class Element, int R, int V, bool whole>
 void few_columns(const FewArgs<Element>& args, int column) {
+    using Storage = typename Element::Storage;
     Floats sums[R][V];
     float* c = args.c + column;
 #pragma GCC unroll 8
@@ -179,7 +184,7 @@ void few_columns(const FewArgs<Element>& args, int column) {
     }
     const uint32_t* weights = args.a;
     const int64_t stride = args.a_stride;
-    const auto add = [&](const auto* row, const auto* next) {
+    const auto add = [&](const Storage* row, const Storage* next) {
         Words values[V];
         load_values<Element, V, whole>(args, row, next, column, values);
 #pragma GCC unroll 8
@@ -192,7 +197,7 @@ void few_columns(const FewArgs<Element>& args, int column) {
         }
         ++weights;
     };
-    const auto* pages = args.pages;
+    const Storage* pages = args.pages;
     const int64_t *offsets = args.offsets, *last = offsets + args.num_keys;
     constexpr int step = 8;
     for (; last - offsets >= step; offsets += step) {
@@ -205,7 +210,7 @@ void few_columns(const FewArgs<Element>& args, int column) {
     for (; last - offsets >= Element::kPerWord; offsets += Element::kPerWord) {
         add(pages + offsets[0], pages + offsets[Element::kPerWord - 1]);
     }
-    if (offsets < last) add(pages + offsets[0], static_cast<const typename Element::Storage*>(nullptr));
+    if (offsets < last) add(pages + offsets[0], nullptr);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
         reorder<Element, true>(sums[r]);

@@ -220,16 +220,17 @@ inline Words interleave_blocks(Words one, Words other, std::index_sequence<I...>
          int(I) % pair / kBlockWords * kLanes)...);
 }
 
-// The First lanes on of one vector's half, then of the other's.
+// The half of one vector that lane First begins, then the same half of the other.
 template <int First, std::size_t... I>
 inline Words join_halves(Words one, Words other, std::index_sequence<I...>) {
     return STEPGRAPH_SHUFFLE(
         Words, one, other, (int(I) % (kLanes / 2) + First + int(I) / (kLanes / 2) * kLanes)...);
 }
 
-// Transposes a matrix of blocks. halves[i][0] holds the first halves of rows 2 i and 2 i + 1,
-// halves[i][1] the others: from memory they are had for nothing.
-inline void transpose_halves(const Words (&halves)[kBlocks / 2][2], Words (&result)[kBlocks]) {
+// Transposes a matrix of 2 by 2 or 4 by 4 blocks. halves[i][0] holds the first halves of rows 2 i
+// and 2 i + 1, halves[i][1] the others: loading them so spares the first round of shuffles.
+inline void transpose_halves(
+    const Words (&halves)[(kBlocks + 1) / 2][2], Words (&result)[kBlocks]) {
     constexpr auto lanes = std::make_index_sequence<kLanes>{};
 #pragma GCC unroll 2
     for (int i = 0; i < 2; ++i) {
@@ -242,7 +243,7 @@ inline void transpose_halves(const Words (&halves)[kBlocks / 2][2], Words (&resu
     }
 }
 
-// In each block First elements on: one's element, other's, one's next ...
+// In each block, from its element First on: one's element, other's, one's next, ...
 template <int First, class V, std::size_t... I>
 inline V interleave_in_blocks(V one, V other, std::index_sequence<I...>) {
     constexpr int count = sizeof...(I), block = count / kBlocks;

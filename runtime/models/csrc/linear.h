@@ -1,4 +1,4 @@
-// One product as a phase of tasks, and what becomes of its sums.
+// One product as a phase of a team's work, and what becomes of its sums.
 #pragma once
 
 #include "panels.h"
@@ -22,12 +22,12 @@ struct Product {
     }
 };
 
-// Calls use(row, output, value, lanes) for each vector of outputs.
+// A phase that calls use(row, output, value, lanes) for each vector of outputs.
 template <class Use>
-void add_product(Phases& phases, const Product& product, const Use& use) {
+void multiply(Worker& worker, const Product& product, const Use& use) {
     const Weight& weight = product.weight;
     const Grid grid(product.num_rows, weight.num_panels(), product.num_threads);
-    phases.add(grid.num_tasks(), [=](int task) {
+    worker.share(grid.num_tasks(), [&](int task) {
         const Block block(grid, task);
         Sums sums;
         block.multiply(product.x, product.weight, 0, sums);
@@ -55,20 +55,22 @@ struct LinearCall {
 };
 
 inline void run_linear(const LinearCall& call) {
-    Phases phases;
     const Product product{
         {call.x, call.x_stride}, {call.weight, call.scales, call.inputs / 2, call.outputs}, call.bias,
         call.num_rows, static_cast<int>(call.num_threads)};
     uint16_t* out = call.out;
     float* out_float = call.out_float;
     const int64_t stride = call.outputs;
-    add_product(phases, product, [=](int64_t row, int64_t output, Floats value, int lanes) {
+    const auto use = [=](int64_t row, int64_t output, Floats value, int lanes) {
         const int64_t place = row * stride + output;
         if (out) return store_bfloats(out + place, value, lanes);
         const Floats result = rounded(value);
         std::memcpy(out_float + place, &result, lanes * sizeof(float));
+    };
+    run_team(product.num_threads, [&](Worker& worker) {
+        multiply(worker, product, use);
+        release_matrix_kernel();
     });
-    phases.run(product.num_threads, release_matrix_kernel);
 }
 
 }  // namespace stepgraph

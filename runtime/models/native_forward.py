@@ -62,17 +62,30 @@ class NativeForward:
         self.regions = self._make_regions()
         """The forward's parts, as any forward can be given them."""
 
-    def __call__(self, input_ids: Tensor, positions: Tensor, attend: LayerAttention) -> Tensor:
+    def __call__(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attend: LayerAttention,
+        *,
+        rows: Tensor | None = None,
+    ) -> Tensor:
         """Final hidden states; as Decoder.forward."""
         if not isinstance(attend, BoundAttention) or not isinstance(attend.backend, NativeBackend):
-            hidden: Tensor = self._decoder(input_ids, positions, attend, self.regions)
+            hidden: Tensor = self._decoder(input_ids, positions, attend, self.regions, rows=rows)
             return hidden
         assert isinstance(attend.plan, NativePlan), "the plan is another backend's"
         embedded = self._decoder.embed(input_ids)
         rotary = gather_rotary(self._decoder.rotary_table, positions, embedded.dtype)
         cache, plan = attend.cache, attend.plan
         planned = plan.slot_mapping, plan.block_tables, plan.layers
-        return self._run(embedded, rotary, cache.keys, cache.values, planned, attend.backend)
+        step = embedded, rotary, cache.keys, cache.values, planned, attend.backend
+        if rows is None:
+            return self._run(*step)
+        if len(rows) == len(embedded):
+            return self._run(*step).index_select(0, rows)
+        attended = self._run(*step, finish=False).index_select(0, rows)
+        return self._native[-1].run(attended, embedded.index_select(0, rows), None, None)[0]
 
     @leaf
     def _run(
@@ -83,10 +96,12 @@ class NativeForward:
         values: tuple[Tensor, ...],
         planned: tuple[Tensor, Tensor, tuple[Tensor, ...]],
         backend: NativeBackend,
+        finish: bool = True,
     ) -> Tensor:
         """All layers and the last norm, on a residual stream that is overwritten.
 
-        Its arguments hold all tensors that it reads, so that a graph knows them.
+        Its arguments hold all tensors that it reads, so that a graph knows them. Without `finish`
+        it ends with the last attention, whose result it returns.
         """
         slot_mapping, block_tables, work = planned
         cos, sin = rotary.cos, rotary.signed_sin
@@ -112,12 +127,12 @@ class NativeForward:
             sin=sin.data_ptr(),
             qkv=qkv.data_ptr(),
             attended=attended.data_ptr(),
-            out=out.data_ptr(),
+            out=out.data_ptr() if finish else None,
             attention=team,
         )
         bad = ctypes.c_int64()
         check_status(self._function(ctypes.byref(call), ctypes.byref(bad)), bad, keys[0])
-        return out
+        return out if finish else attended
 
     def _make_regions(self) -> Regions:
         first, *_, last = self._native

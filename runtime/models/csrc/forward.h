@@ -17,7 +17,7 @@ struct ForwardCall {
     const uint16_t *cos, *sin;  // [num_rows, head_dim]
     uint16_t* qkv;              // [num_rows, qkv_width]: what the attention calls read...
     uint16_t* attended;         // [num_rows, attended_width]: ...and write
-    uint16_t* out;              // [num_rows, hidden]
+    uint16_t* out;              // [num_rows, hidden]; null: the last region is left out
     AttentionTeam attention;    // of num_layers calls
 };
 
@@ -48,7 +48,7 @@ inline int64_t run_forward(
             Region(region_call(call, i), scratch).work(worker);
             attention.work(steps, i, &worker);
         }
-        Region(region_call(call, call.num_layers), scratch).work(worker);
+        if (call.out) Region(region_call(call, call.num_layers), scratch).work(worker);
         release_matrix_kernel();
     });
     return attention.end(steps, bad);

@@ -75,7 +75,7 @@ class Model:
             PagedKVCache.allocate(self.spec, 1 + NUM_SEQS * BLOCKS_PER_SEQ) for _ in range(2)
         ]
 
-    def run(self, lengths, computed, num_padding=0, twin=0, seed=0):
+    def run(self, lengths, computed, num_padding=0, twin=0, seed=0, rows=None):
         made, positions = metadata(lengths, computed, num_padding)
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(100, positions.shape, generator=generator, dtype=torch.int32)
@@ -83,8 +83,8 @@ class Model:
             backend=self.backend, plan=self.backend.plan(made), cache=self.caches[twin]
         )
         if twin == 0:
-            return self.forward(ids, positions, bound)
-        return self.decoder(ids, positions, bound, self.forward.regions)
+            return self.forward(ids, positions, bound, rows=rows)
+        return self.decoder(ids, positions, bound, self.forward.regions, rows=rows)
 
     def assert_twins(self, *step, **options):
         whole, apart = (self.run(*step, twin=twin, **options) for twin in (0, 1))
@@ -133,6 +133,18 @@ def test_results_are_the_same_for_any_number_of_threads(num_threads):
     for _ in range(5):
         for step, right in zip(STEPS, expected, strict=True):
             assert torch.equal(model.run(*step), right)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("rows", [[], [0], [6, 9, 28], [28, 0, 0], list(range(28, -1, -1))])
+@torch.inference_mode()
+def test_wanted_rows_are_what_they_are_among_all(rows, int8):
+    model = Model(int8=int8)
+    everything = model.run([7, 3, 19], [0, 0, 0])
+    wanted = torch.tensor(rows, dtype=torch.int64)
+    expected = everything.index_select(0, wanted)
+    for twin in (0, 1):
+        assert torch.equal(model.run([7, 3, 19], [0, 0, 0], twin=twin, rows=wanted), expected)
 
 
 @torch.inference_mode()

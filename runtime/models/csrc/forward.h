@@ -38,9 +38,8 @@ inline RegionCall region_call(const ForwardCall& call, int64_t index) {
 }
 
 // Returns attention's Status, and what was bad. Scratch is used until then.
-inline int64_t run_forward(
-    const ForwardCall& call, std::vector<uint16_t>& scratch, int64_t* bad) {
-    Region::reserve(region_call(call, 0), scratch);
+inline int64_t run_forward(const ForwardCall& call, RegionScratch& scratch, int64_t* bad) {
+    scratch.reserve(region_call(call, 0));
     const AttentionTeam& attention = call.attention;
     void* const steps = attention.begin(attention.calls, call.num_layers);
     run_team(static_cast<int>(call.num_threads), [&](Worker& worker) {

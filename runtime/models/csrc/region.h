@@ -34,19 +34,29 @@ struct RegionCall {
     uint16_t* out;           // [num_rows, qkv_width or hidden]
 };
 
-class Region {
-public:
-    // Makes room for what a region keeps while it runs.
-    static void reserve(const RegionCall& call, std::vector<uint16_t>& scratch) {
-        const int64_t copies = norms_alone(call) ? call.num_threads : 1;
+// What regions keep while they run.
+struct RegionScratch {
+    void reserve(const RegionCall& call) {
+        const int64_t copies = prepares_alone(call.num_rows) ? call.num_threads : 1;
         const std::size_t needed = call.num_rows * (call.hidden * copies + call.inner);
-        if (scratch.size() < needed) scratch.resize(needed);
+        if (rows.size() < needed) rows.resize(needed);
+        const int64_t widest = std::max({call.hidden, call.inner, call.attended_width});
+        const bool is_int8 = call.qkv_weight ? call.qkv_scales : call.o_scales;
+        fixed.reserve(call.num_rows, widest, call.num_threads, is_int8);
     }
 
-    Region(const RegionCall& call, std::vector<uint16_t>& scratch)
+    std::vector<uint16_t> rows;
+    FixedMemory fixed;
+};
+
+class Region {
+public:
+    // scratch has room for this call.
+    Region(const RegionCall& call, RegionScratch& scratch)
         : call_(call),
-          activated_(scratch.data()),
-          normed_(activated_ + call.num_rows * call.inner) {}
+          activated_(scratch.rows.data()),
+          normed_(activated_ + call.num_rows * call.inner),
+          fixed_(scratch.fixed) {}
 
     // What each thread of a team does; returns when everything is done.
     void work(Worker& worker) const {
@@ -60,17 +70,11 @@ public:
     }
 
 private:
-    static constexpr int kRowsPerTask = 4;
-    static constexpr int kRowsAlone = 4;
-
-    // Whether each thread normalizes all rows for itself, which takes less time than waiting.
-    static bool norms_alone(const RegionCall& call) { return call.num_rows <= kRowsAlone; }
-
     Product product(
         const uint16_t* x, int64_t inputs, int64_t stride, const uint32_t* weight,
         const float* scales, int64_t outputs, const uint16_t* bias) const {
         return {
-            {x, stride}, {weight, scales, inputs / 2, outputs}, bias, call_.num_rows,
+            {{x, stride}, {}}, {weight, scales, inputs / 2, outputs}, bias, call_.num_rows,
             static_cast<int>(call_.num_threads)};
     }
 
@@ -99,7 +103,7 @@ private:
     void add_to_residual(Worker& worker, const Product& product, const uint16_t* residual) const {
         uint16_t* target = call_.new_residual;
         const int64_t stride = call_.hidden;
-        multiply(worker, product, [=](int64_t row, int64_t i, Floats value, int lanes) {
+        multiply(worker, fixed_.prepared(worker, product), [=](int64_t row, int64_t i, Floats value, int lanes) {
             const int64_t at = row * stride + i;
             store_bfloats(
                 target + at, load_bfloats(residual + at, lanes) + rounded(value), lanes);
@@ -109,7 +113,7 @@ private:
     // The normalized rows, for this thread.
     const uint16_t* normalized(
         Worker& worker, const uint16_t* source, const uint16_t* weight) const {
-        if (!norms_alone(call_)) {
+        if (!prepares_alone(call_.num_rows)) {
             norm_together(worker, source, weight, normed_);
             return normed_;
         }
@@ -120,7 +124,7 @@ private:
 
     void norm_together(
         Worker& worker, const uint16_t* source, const uint16_t* weight, uint16_t* target) const {
-        share_rows(worker, [=](int64_t row) { norm(row, source, weight, target); });
+        share_rows(worker, call_.num_rows, [=](int64_t row) { norm(row, source, weight, target); });
     }
 
     void norm(
@@ -130,7 +134,8 @@ private:
     }
 
     // silu(gate) * up, of the same columns in one task.
-    void activate(Worker& worker, const Product& product) const {
+    void activate(Worker& worker, const Product& of) const {
+        const Product product = fixed_.prepared(worker, of);
         const int64_t panels = call_.inner / kPanel;
         const Grid grid(product.num_rows, panels, product.num_threads);
         worker.share(grid.num_tasks(), [&](int task) {
@@ -154,15 +159,15 @@ private:
     void project(Worker& worker, const uint16_t* normed) const {
         uint16_t* out = call_.out;
         const int64_t stride = call_.qkv_width;
+        const Product projection = product(
+            normed, call_.hidden, call_.hidden, call_.qkv_weight, call_.qkv_scales, stride,
+            call_.qkv_bias);
         multiply(
-            worker,
-            product(
-                normed, call_.hidden, call_.hidden, call_.qkv_weight, call_.qkv_scales, stride,
-                call_.qkv_bias),
+            worker, fixed_.prepared(worker, projection),
             [=](int64_t row, int64_t i, Floats value, int lanes) {
                 store_bfloats(out + row * stride + i, value, lanes);
             });
-        share_rows(worker, [this](int64_t row) {
+        share_rows(worker, call_.num_rows, [this](int64_t row) {
             const int64_t size = call_.head_dim;
             uint16_t* head = call_.out + row * call_.qkv_width;
             for (int64_t index = 0; index < call_.num_rotated_heads; ++index, head += size) {
@@ -175,20 +180,10 @@ private:
         });
     }
 
-    template <class Function>
-    void share_rows(Worker& worker, const Function& function) const {
-        const int64_t num_rows = call_.num_rows;
-        const int num_tasks = static_cast<int>((num_rows + kRowsPerTask - 1) / kRowsPerTask);
-        worker.share(num_tasks, [=](int task) {
-            const int64_t first = int64_t{task} * kRowsPerTask;
-            const int64_t last = std::min(first + kRowsPerTask, num_rows);
-            for (int64_t row = first; row < last; ++row) function(row);
-        });
-    }
-
     const RegionCall call_;
     uint16_t* const activated_;  // [num_rows, inner]
-    uint16_t* const normed_;     // [num_rows, hidden], of each thread if it norms alone
+    uint16_t* const normed_;     // [num_rows, hidden], of each thread if it prepares alone
+    FixedMemory& fixed_;
 };
 
 }  // namespace stepgraph

@@ -25,11 +25,20 @@ struct Grid {
         if (!matrix_kernel.multiply) {
             while (rows > kMinRows && num_tasks() < 4 * threads) rows /= 2;
         }
+        if (panels == kMaxPanels) {
+            // Few tasks may not come out even among the threads: then smaller ones do better.
+            const int longest = longest_share(threads);
+            panels = 1;
+            if (20 * longest_share(threads) > 19 * longest) panels = kMaxPanels;
+        }
     }
 
     int num_groups() const { return (num_panels + panels - 1) / panels; }
     int num_blocks() const { return (num_rows + rows - 1) / rows; }
     int num_tasks() const { return num_groups() * num_blocks(); }
+
+    // Panels that the busiest thread goes through.
+    int longest_share(int threads) const { return (num_tasks() + threads - 1) / threads * panels; }
 
     static constexpr int kMinRows = 12;
 };
@@ -37,12 +46,14 @@ struct Grid {
 // One task of a grid.
 struct Block {
     int first_row, num_rows, first_panel, num_panels;
+    bool has_next_panels;
 
     Block(const Grid& grid, int task)
         : first_row(task % grid.num_blocks() * grid.rows),
           num_rows(std::min(grid.rows, grid.num_rows - first_row)),
           first_panel(task / grid.num_blocks() * grid.panels),
-          num_panels(std::min(grid.panels, grid.num_panels - first_panel)) {}
+          num_panels(std::min(grid.panels, grid.num_panels - first_panel)),
+          has_next_panels(grid.num_blocks() == 1 && first_panel + num_panels < grid.num_panels) {}
 
     // A block's product with the weight's panels from so many after first_panel on.
     void multiply(const Input& x, const Weight& weight, int64_t panels_on, Sums& sums) const {
@@ -52,7 +63,7 @@ struct Block {
         if (kHasFixedRows && weight.scales) {
             multiply_bytes(x.fixed.from(first_row), panels, sums);
         } else if (!weight.scales) {
-            multiply_words(rows, panels, false, sums);
+            multiply_words(rows, panels, false, sums, upcoming(panels));
         } else if (num_rows <= kByteTiles * kTileRows<1>) {
             multiply_panels<BytePanel>(num_rows, num_panels, rows, panels, false, sums.values);
         } else {
@@ -62,17 +73,27 @@ struct Block {
 
 private:
     void multiply_bytes(const FixedRows& rows, const Panels& panels, Sums& sums) const {
-        if (num_panels == 2) return multiply_fixed<2>(num_rows, rows, panels, sums.values);
-        multiply_fixed<1>(num_rows, rows, panels, sums.values);
+        const Upcoming next = upcoming(panels);
+        if (num_panels == 2) return multiply_fixed<2>(num_rows, rows, panels, sums.values, next);
+        multiply_fixed<1>(num_rows, rows, panels, sums.values, next);
     }
 
     static constexpr int64_t kExpandedPairs = 256;
     static constexpr int kByteTiles = 2;  // up to which each making its own pairs is faster
 
-    void multiply_words(const Rows& rows, const Panels& panels, bool more, Sums& sums) const {
+    // The panels of the next task, if it has others.
+    Upcoming upcoming(const Panels& panels) const {
+        if (!has_next_panels) return {};
+        const auto* next = reinterpret_cast<const char*>(panels.words + num_panels * panels.stride);
+        return {next, next + num_panels * panels.stride * sizeof(uint32_t)};
+    }
+
+    void multiply_words(
+        const Rows& rows, const Panels& panels, bool more, Sums& sums,
+        const Upcoming& upcoming = {}) const {
         if (!matrix_kernel.multiply || num_rows != kMatrixRows) {
             return multiply_panels<BfloatPanel>(
-                num_rows, num_panels, rows, panels, more, sums.values);
+                num_rows, num_panels, rows, panels, more, sums.values, upcoming);
         }
         for (int p = 0; p < num_panels; ++p) {
             matrix_kernel.multiply(

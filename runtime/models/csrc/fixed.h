@@ -90,8 +90,9 @@ template <int panels>
 constexpr int kFixedTileRows = kTileRows<panels> / 2;  // there are two sums for each
 
 // sums [R, P * kPanel], row stride kSumsStride, of the first R rows and P panels.
-template <int R, int P>
-inline void multiply_fixed_tile(const FixedRows& x, const Panels& panels, float* sums) {
+template <int R, int P, bool fetch>
+inline void multiply_fixed_tile(
+    const FixedRows& x, const Panels& panels, float* sums, Upcoming& upcoming) {
     constexpr int vectors = P * kPanelVectors;
     Ints high[R][vectors] = {}, low[R][vectors] = {};
     const char *high_bytes[R], *low_bytes[R];
@@ -101,6 +102,7 @@ inline void multiply_fixed_tile(const FixedRows& x, const Panels& panels, float*
     }
     const uint32_t* words = panels.words;
     for (int64_t i = 0; i < 2 * panels.pairs; i += 4, words += kPanel) {
+        if constexpr (fetch) upcoming.fetch();
         Words factors[vectors];
 #pragma GCC unroll 16
         for (int v = 0; v < vectors; ++v) {
@@ -135,20 +137,26 @@ inline void multiply_fixed_tile(const FixedRows& x, const Panels& panels, float*
 
 template <int P, int R = kFixedTileRows<P>>
 inline void multiply_fixed_rows(
-    int num_rows, const FixedRows& x, const Panels& panels, float* sums) {
-    if (num_rows == R) return multiply_fixed_tile<R, P>(x, panels, sums);
-    if constexpr (R > 1) multiply_fixed_rows<P, R - 1>(num_rows, x, panels, sums);
+    int num_rows, const FixedRows& x, const Panels& panels, float* sums, Upcoming& upcoming) {
+    if (num_rows == R) {
+        if (upcoming.next < upcoming.end) {
+            multiply_fixed_tile<R, P, true>(x, panels, sums, upcoming);
+        } else {
+            multiply_fixed_tile<R, P, false>(x, panels, sums, upcoming);
+        }
+    } else if constexpr (R > 1) {
+        multiply_fixed_rows<P, R - 1>(num_rows, x, panels, sums, upcoming);
+    }
 }
 
-// Tiles of similar heights, as in multiply_tiles.
+// As multiply_tiles.
 template <int P>
-inline void multiply_fixed(int num_rows, const FixedRows& x, const Panels& panels, float* sums) {
-    int num_tiles = (num_rows + kFixedTileRows<P> - 1) / kFixedTileRows<P>;
-    for (int row = 0; num_tiles > 0; --num_tiles) {
-        const int rows = (num_rows - row + num_tiles - 1) / num_tiles;
-        multiply_fixed_rows<P>(rows, x.from(row), panels, sums + row * kSumsStride);
-        row += rows;
-    }
+inline void multiply_fixed(
+    int num_rows, const FixedRows& x, const Panels& panels, float* sums,
+    const Upcoming& upcoming) {
+    for_tiles(num_rows, kFixedTileRows<P>, upcoming, [&](int row, int rows, Upcoming& fetched) {
+        multiply_fixed_rows<P>(rows, x.from(row), panels, sums + row * kSumsStride, fetched);
+    });
 }
 
 }  // namespace stepgraph

@@ -97,11 +97,23 @@ template <int panels>
 constexpr int kTileRows = panels == 1 ? 4 : 1;
 #endif
 
+// Memory to bring into the cache beside other work, a step at a time.
+struct Upcoming {
+    const char *next = nullptr, *end = nullptr;
+
+    void fetch() {
+        for (int line = 0; line < kLinesPerStep; ++line, next += 64) __builtin_prefetch(next, 0, 2);
+    }
+
+    static constexpr int kLinesPerStep = 2;
+};
+
 // sums [R, P * kPanel], row stride kSumsStride, of the first R rows and P panels; with `more`
 // added to what is there. Each is summed from the first pair to the last, so it is the same
 // whatever rows and panels share the tile, and however the pairs are divided between calls.
-template <class Source, int R, int P>
-inline void multiply_tile(const Rows& x, const Panels& panels, bool more, float* sums) {
+template <class Source, int R, int P, bool fetch>
+inline void multiply_tile(
+    const Rows& x, const Panels& panels, bool more, float* sums, Upcoming& upcoming) {
     constexpr int vectors = P * kPanelVectors;
     Floats sum[R][vectors] = {};
     if (more) {
@@ -113,6 +125,7 @@ inline void multiply_tile(const Rows& x, const Panels& panels, bool more, float*
     }
     const uint32_t* words = panels.words;
     for (int64_t k = 0; k < panels.pairs; words += kPanel) {
+        if constexpr (fetch) upcoming.fetch();
 #pragma GCC unroll 2
         for (int half = 0; half < Source::kPairsPerWord; ++half, ++k) {
             Words factors[vectors];
@@ -140,32 +153,53 @@ inline void multiply_tile(const Rows& x, const Panels& panels, bool more, float*
 
 template <class Source, int P, int R = kTileRows<P>>
 inline void multiply_rows(
-    int num_rows, const Rows& x, const Panels& panels, bool more, float* sums) {
-    if (num_rows == R) return multiply_tile<Source, R, P>(x, panels, more, sums);
-    if constexpr (R > 1) multiply_rows<Source, P, R - 1>(num_rows, x, panels, more, sums);
+    int num_rows, const Rows& x, const Panels& panels, bool more, float* sums,
+    Upcoming& upcoming) {
+    if (num_rows == R) {
+        if (upcoming.next < upcoming.end) {
+            multiply_tile<Source, R, P, true>(x, panels, more, sums, upcoming);
+        } else {
+            multiply_tile<Source, R, P, false>(x, panels, more, sums, upcoming);
+        }
+    } else if constexpr (R > 1) {
+        multiply_rows<Source, P, R - 1>(num_rows, x, panels, more, sums, upcoming);
+    }
 }
 
-template <class Source, int P>
-inline void multiply_tiles(
-    int num_rows, const Rows& x, const Panels& panels, bool more, float* sums) {
-    // Tiles of similar heights, rather than full ones and a small rest.
-    int num_tiles = (num_rows + kTileRows<P> - 1) / kTileRows<P>;
+// Calls tile(first row, rows, what to fetch) for tiles of similar heights, rather than full ones
+// and a small rest. The first is bound by the panels' way from memory. The others find them in the
+// cache, and can fetch.
+template <class Tile>
+inline void for_tiles(int num_rows, int most_rows, Upcoming upcoming, const Tile& tile) {
+    Upcoming nothing;
+    int num_tiles = (num_rows + most_rows - 1) / most_rows;
     for (int row = 0; num_tiles > 0; --num_tiles) {
         const int rows = (num_rows - row + num_tiles - 1) / num_tiles;
-        multiply_rows<Source, P>(rows, x.from(row), panels, more, sums + row * kSumsStride);
+        tile(row, rows, row == 0 ? nothing : upcoming);
         row += rows;
     }
 }
 
+template <class Source, int P>
+inline void multiply_tiles(
+    int num_rows, const Rows& x, const Panels& panels, bool more, float* sums,
+    const Upcoming& upcoming) {
+    for_tiles(num_rows, kTileRows<P>, upcoming, [&](int row, int rows, Upcoming& fetched) {
+        multiply_rows<Source, P>(
+            rows, x.from(row), panels, more, sums + row * kSumsStride, fetched);
+    });
+}
+
 template <class Source>
 inline void multiply_panels(
-    int num_rows, int num_panels, const Rows& x, const Panels& panels, bool more, float* sums) {
+    int num_rows, int num_panels, const Rows& x, const Panels& panels, bool more, float* sums,
+    const Upcoming& upcoming = {}) {
     if (num_panels == 2 && kTileRows<2> > 1) {
-        return multiply_tiles<Source, 2>(num_rows, x, panels, more, sums);
+        return multiply_tiles<Source, 2>(num_rows, x, panels, more, sums, upcoming);
     }
     for (int p = 0; p < num_panels; ++p) {
         const Panels one{panels.words + p * panels.stride, panels.stride, panels.pairs};
-        multiply_tiles<Source, 1>(num_rows, x, one, more, sums + p * kPanel);
+        multiply_tiles<Source, 1>(num_rows, x, one, more, sums + p * kPanel, upcoming);
     }
 }
 

@@ -31,8 +31,9 @@ _ADDRESSES = (
     *("attended", "residual", "o_weight", "o_scales", "o_bias", "post_norm"),
     *("gate_up_weight", "gate_up_scales", "gate_up_bias", "down_weight", "down_scales"),
     *("down_bias", "norm", "qkv_weight", "qkv_scales", "qkv_bias", "qk_norm", "cos", "sin"),
-    *("new_residual", "out"),
 )
+_ROTATION = (("rotary_stride", ctypes.c_int64), ("positions", ctypes.c_void_p))
+_RESULTS = ("new_residual", "out")
 
 
 class RegionCall(ctypes.Structure):
@@ -42,6 +43,8 @@ class RegionCall(ctypes.Structure):
         *((name, ctypes.c_int64) for name in _NUMBERS),
         ("eps", ctypes.c_double),
         *((name, ctypes.c_void_p) for name in _ADDRESSES),
+        *_ROTATION,
+        *((name, ctypes.c_void_p) for name in _RESULTS),
     )
 
 
@@ -105,6 +108,7 @@ class NativeRegion:
             attended_width=config.num_heads * config.head_dim,
             qkv_width=self.width,
             head_dim=config.head_dim,
+            rotary_stride=config.head_dim,
             num_rotated_heads=config.num_heads + config.num_kv_heads,
             eps=config.rms_norm_eps,
             **{name: t.data_ptr() for name, t in tensors.items() if t is not None},

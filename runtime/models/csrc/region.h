@@ -29,7 +29,9 @@ struct RegionCall {
     const uint32_t* qkv_weight;          // null: the result is the normalized rows
     const float* qkv_scales;
     const uint16_t *qkv_bias, *qk_norm;  // qk_norm: [num_rotated_heads, head_dim], or null
-    const uint16_t *cos, *sin;           // [num_rows, head_dim]
+    const uint16_t *cos, *sin;           // [num_rows or positions, head_dim]
+    int64_t rotary_stride;               // of both
+    const int64_t* positions;            // [num_rows]: whose rows of cos and sin; null: each its own
     uint16_t* new_residual;  // [num_rows, hidden]; not written if there is no layer to finish
     uint16_t* out;           // [num_rows, qkv_width or hidden]
 };
@@ -169,13 +171,14 @@ private:
             });
         share_rows(worker, call_.num_rows, [this](int64_t row) {
             const int64_t size = call_.head_dim;
+            const int64_t turn = (call_.positions ? call_.positions[row] : row) * call_.rotary_stride;
             uint16_t* head = call_.out + row * call_.qkv_width;
             for (int64_t index = 0; index < call_.num_rotated_heads; ++index, head += size) {
                 if (call_.qk_norm) {
                     const uint16_t* weight = call_.qk_norm + index * size;
                     normalize(head, weight, size, static_cast<float>(call_.eps), head);
                 }
-                rotate(head, call_.cos + row * size, call_.sin + row * size, size / 2);
+                rotate(head, call_.cos + turn, call_.sin + turn, size / 2);
             }
         });
     }

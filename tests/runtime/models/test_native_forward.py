@@ -170,6 +170,25 @@ def test_what_lies_outside_the_cache_is_an_error_and_the_next_step_goes_on(what)
     assert torch.equal(model.run([1, 1], [17, 4]), expected)
 
 
+@pytest.mark.parametrize(("token", "position"), [(100, 0), (-1, 0), (0, 128), (0, -1)])
+@torch.inference_mode()
+def test_ids_and_positions_outside_their_tables_are_never_read(token, position):
+    model = Model()
+    made, _ = metadata([1], [0])
+    bound = BoundAttention(
+        backend=model.backend, plan=model.backend.plan(made), cache=model.caches[0]
+    )
+    with pytest.raises(AssertionError, match="outside the model's tables"):
+        model.forward(torch.tensor([token], dtype=torch.int32), torch.tensor([position]), bound)
+
+
+@pytest.mark.parametrize("options", [{"tie_word_embeddings": True}, {"hidden_size": 96}])
+@pytest.mark.parametrize("int8", [False, True])
+@torch.inference_mode()
+def test_embeddings_are_read_from_plain_and_from_packed_weights(options, int8):
+    Model(int8=int8, **options).assert_twins([9, 33], [0, 0])
+
+
 @torch.inference_mode()
 def test_another_attention_is_called_layer_by_layer():
     model, layers = Model(), []

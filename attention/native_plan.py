@@ -27,6 +27,8 @@ _TILE_ROWS = 96
 _LOADING_ROWS = 4
 # Keys that a part must have, so that merging the parts costs little beside them.
 _MIN_PART_KEYS = 128
+# What suffices where a thread would have nothing else to do.
+_MIN_IDLE_PART_KEYS = 96
 # Parts end at multiples of what the kernel attends at once.
 _KERNEL_KEYS = 64
 _ITEMS_PER_THREAD = 4
@@ -181,7 +183,11 @@ def _split_keys(
         return items, nothing, 0
     num_keys = items[:, 7] - items[:, 6]
     limit = max(1, int(cost.sum()) // (num_threads * _ITEMS_PER_THREAD))
-    parts = np.maximum(1, np.minimum(-(-cost // limit), num_keys // _MIN_PART_KEYS))
+    most = num_keys // _MIN_PART_KEYS
+    if len(items) < num_threads:
+        share = -(-num_threads // len(items))
+        most = np.maximum(most, np.minimum(share, num_keys // _MIN_IDLE_PART_KEYS))
+    parts = np.maximum(1, np.minimum(-(-cost // limit), most))
     if parts.max() == 1:
         return items, nothing, 0
     owner = np.repeat(np.arange(len(items)), parts)

@@ -103,10 +103,13 @@ def test_a_row_is_the_same_alone_and_in_any_batch(
         assert torch.equal(run(alone, level=level)[0], expected[row])
 
 
-def test_one_item_is_left_to_one_thread(make_spec: MakeSpec, make_step: MakeStep) -> None:
+def test_one_sequence_is_shared_by_threads_once_it_is_long_enough(
+    make_spec: MakeSpec, make_step: MakeStep
+) -> None:
     torch.set_num_threads(2)
     spec = make_spec(num_heads=9, num_kv_heads=3, head_dim=64, dtype=torch.bfloat16)
-    for contexts, threads in (((200,), 1), ((600,), 2), ((200, 200), 2)):
+    for contexts, items, threads in (((191,), 1, 1), ((192,), 2, 2), ((200, 200), 2, 2)):
         step = make_step(spec, [(1, context - 1) for context in contexts])
-        header = NativeBackend(spec).plan(step.metadata).layers[0][0]
-        assert int(header[3]) == threads
+        header = NativeBackend(spec).plan(step.metadata).layers[0][0].tolist()
+        assert (header[0], header[3]) == (items, threads)
+        step.assert_right(run(step))

@@ -72,11 +72,12 @@ def test_more_heads_than_are_weighed_at_once_equal_the_reference(
 def test_rows_of_one_sequence_that_see_different_keys_equal_the_reference(
     make_spec: MakeSpec, make_step: MakeStep, level: str, query_len: int
 ) -> None:
-    """In the last window's layer no key of the second tile is seen by the first row."""
-    windows = (None, 1, 64 - query_len)
+    """With the third window, no key of a second tile is seen by the first row. With the last one,
+    the last row doesn't see the first keys of a full tile."""
+    windows = (None, 1, 64 - query_len, 80)
     spec = make_spec(num_heads=2, num_kv_heads=2, dtype=torch.float32, windows=windows)
     step = make_step(spec, [(query_len, 64 - query_len), (query_len, 200), (query_len, 0)])
-    for layer in range(3):
+    for layer in range(4):
         step.assert_right(run(step, layer, level), layer)
 
 

@@ -373,6 +373,8 @@ def test_the_pool_shrinks_by_what_the_graphs_will_take(checkpoint, monkeypatch):
     assert (plain, estimate) == ((12 << 20) // block, 0)
     fewer, estimate = num_blocks(graph_mode="full_and_piecewise", capture_sizes="8,32")
     assert fewer == ((12 << 20) - estimate) // block
+    late = num_blocks(graph_mode="full_and_piecewise", capture_sizes="8,32", lazy_capture=True)
+    assert late == (fewer, estimate), "memory is set aside for graphs that come later"
     _, estimate = num_blocks(graph_mode="piecewise", capture_sizes="8", num_kv_blocks=20)
     assert estimate is None, "nothing is tried where the pool's size is given"
 

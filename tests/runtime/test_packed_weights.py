@@ -87,6 +87,8 @@ def test_int8_weights_give_nearly_the_logprobs_of_bfloat16(checkpoint, compile_l
     def logprobs(**options):
         with LLM(checkpoint("llama"), dtype="bfloat16", **SIZES, **options) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)
+            regions = llm.stats()["compile"]["regions"].values()
+            assert sum(region["num_recompilations"] for region in regions) == 0
         return [
             next(iter(entry.values())).logprob for o in outputs for entry in o.prompt_logprobs[1:]
         ]

@@ -243,12 +243,11 @@ def test_no_step_leaves_the_default_ladders(checkpoint, mode):
     assert (stats["ladders"]["mixed"] == []) == (mode == "full")
 
 
-def test_bfloat16_steps_under_graphs_use_packed_weights_too(checkpoint, caplog):
+@pytest.mark.parametrize("mode", MODES)
+def test_bfloat16_steps_under_graphs_use_packed_weights_too(checkpoint, caplog, mode):
     caplog.set_level("INFO", logger="stepgraph.runtime")
     eager, _ = run(checkpoint("llama"), dtype="bfloat16")
-    graphs, stats = run(
-        checkpoint("llama"), dtype="bfloat16", graph_mode="piecewise", capture_sizes=SIZES
-    )
+    graphs, stats = run(checkpoint("llama"), dtype="bfloat16", graph_mode=mode, capture_sizes=SIZES)
     assert (stats["dropped"], stats["falls"]) == ({}, {})
     assert len({line for line in caplog.messages if line.startswith("weights packed")}) == 1
     if "weights packed: yes, in bfloat16" in caplog.messages and usable_levels()[0] != "amx":

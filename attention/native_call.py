@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -87,6 +88,14 @@ def pack_call(  # noqa: PLR0913 - a call's fields are flat
     ]
 
 
+@functools.cache
+def _functions(library: str) -> tuple[int | None, ...]:
+    """Addresses of what an AttentionTeam calls."""
+    functions = load_library(library)
+    named = (getattr(functions, f"stepgraph_attention_{name}") for name in ("begin", "work", "end"))
+    return tuple(ctypes.cast(function, ctypes.c_void_p).value for function in named)
+
+
 def attention_team(  # noqa: PLR0913 - as above
     query: torch.Tensor,
     key: torch.Tensor,
@@ -116,13 +125,7 @@ def attention_team(  # noqa: PLR0913 - as above
     calls[:, _VALUES] = [tensor.data_ptr() for tensor in values]
     calls[:, _WORK] = [tensor.data_ptr() for tensor in work]
     calls[:, _WINDOW] = windows
-    functions = load_library(library)
-    team = AttentionTeam(
-        begin=_address(functions.stepgraph_attention_begin),
-        work=_address(functions.stepgraph_attention_work),
-        end=_address(functions.stepgraph_attention_end),
-        calls=calls.ctypes.data,
-    )
+    team = AttentionTeam(*_functions(library), calls.ctypes.data)
     team.keep = calls
     return team
 
@@ -132,7 +135,3 @@ def check_status(status: int, bad: ctypes.c_int64, keys: torch.Tensor) -> None:
     if status:
         what = ("slot", "block")[status - 1]
         raise IndexError(f"{what} {bad.value} is outside the cache of {keys.shape[0]} blocks")
-
-
-def _address(function: object) -> int | None:
-    return ctypes.cast(function, ctypes.c_void_p).value  # type: ignore[arg-type]

@@ -47,8 +47,8 @@ public:
     void reserve(int64_t num_rows, int64_t inputs, int64_t num_threads, bool is_int8) {
         if (!kHasFixedRows || !is_int8) return;
         const int64_t copies = prepares_alone(num_rows) ? num_threads : 1;
-        const std::size_t needed = copies * num_rows * FixedRows::row_bytes(inputs);
-        if (memory_.size() < needed) memory_.resize(needed);
+        copy_bytes_ = num_rows * FixedRows::row_bytes(inputs);
+        if (memory_.size() < copies * copy_bytes_) memory_.resize(copies * copy_bytes_);
     }
 
     // The product, its rows rounded if its weight wants that: by each thread, or in a phase.
@@ -56,8 +56,8 @@ public:
         if (!kHasFixedRows || !product.weight.scales) return product;
         const int64_t inputs = 2 * product.weight.pairs, num_rows = product.num_rows;
         const bool alone = prepares_alone(num_rows);
-        const std::size_t own = alone ? worker.index() * num_rows * FixedRows::row_bytes(inputs) : 0;
-        const FixedRows fixed(memory_.data() + own, inputs);
+        // A thread that comes late may still write its copy when others are at later products.
+        const FixedRows fixed(memory_.data() + (alone ? worker.index() * copy_bytes_ : 0), inputs);
         const Rows rows = product.x.rows;
         const auto round = [=](int64_t row) { fixed.from(row).set(rows.from(row).data); };
         if (alone) {
@@ -71,6 +71,7 @@ public:
 
 private:
     std::vector<char> memory_;
+    std::size_t copy_bytes_ = 0;
 };
 
 // A phase that calls use(row, output, value, lanes) for each vector of outputs.

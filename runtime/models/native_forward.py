@@ -53,7 +53,8 @@ class _ForwardCall(ctypes.Structure):
 class NativeForward:
     """The forward of this decoder alone, which region_refusal must have nothing against.
 
-    It holds the weights' addresses: weights may change in place, but not be replaced.
+    It holds the addresses of all weights but the embedding's: they may change in place, but not be
+    replaced.
     """
 
     def __init__(self, decoder: Decoder) -> None:
@@ -85,7 +86,8 @@ class NativeForward:
         assert isinstance(attend.plan, NativePlan), "the plan is another backend's"
         cache, plan = attend.cache, attend.plan
         planned = plan.slot_mapping, plan.block_tables, plan.layers
-        step = input_ids, positions, cache.keys, cache.values, planned, attend.backend
+        table = self._embedding_table()
+        step = input_ids, positions, table, cache.keys, cache.values, planned, attend.backend
         if rows is None:
             return self._run(*step)[0]
         if len(rows) == len(input_ids):
@@ -99,6 +101,7 @@ class NativeForward:
         self,
         input_ids: Tensor,
         positions: Tensor,
+        table: Tensor,
         keys: tuple[Tensor, ...],
         values: tuple[Tensor, ...],
         planned: tuple[Tensor, Tensor, tuple[Tensor, ...]],
@@ -127,6 +130,7 @@ class NativeForward:
         call.num_threads = num_threads(num_rows * self._products_per_row)
         call.num_rows = num_rows
         call.input_ids, call.positions = ids.data_ptr(), positions.data_ptr()
+        call.embedding = table.data_ptr()
         call.residual, call.qkv = residual.data_ptr(), qkv.data_ptr()
         call.attended, call.out = attended.data_ptr(), out.data_ptr() if finish else None
         call.attention = team
@@ -136,17 +140,20 @@ class NativeForward:
         check_status(status, bad, keys[0])
         return (out,) if finish else (attended, residual)
 
-    def _make_constants(self) -> _ForwardCall:
+    def _embedding_table(self) -> Tensor:
+        """Plain or in panels. A plain one may move when weights are released and read again."""
         weight = self._decoder.embed_tokens
-        is_packed = isinstance(weight, PackedWeight)
-        table = weight.panels if isinstance(weight, PackedWeight) else weight
+        return weight.panels if isinstance(weight, PackedWeight) else weight
+
+    def _make_constants(self) -> _ForwardCall:
+        table, config = self._embedding_table(), self._decoder.config
         assert table.dtype == torch.bfloat16 and table.is_contiguous()
+        is_packed = table.dim() > 2  # a plain one is a matrix
         return _ForwardCall(
-            num_layers=self._decoder.config.num_layers,
+            num_layers=config.num_layers,
             regions=ctypes.addressof(self._calls),
-            embedding=table.data_ptr(),
             is_packed=is_packed,
-            vocab=self._decoder.config.vocab_size,
+            vocab=config.vocab_size,
             embedding_width=2 * table.shape[1] if is_packed else table.shape[1],
             num_positions=len(self._rotary),
             rotary=self._rotary.data_ptr(),

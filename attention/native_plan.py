@@ -34,6 +34,7 @@ _KERNEL_KEYS = 64
 _ITEMS_PER_THREAD = 4
 # Products per thread below which waking it costs more than it saves.
 _MIN_THREAD_PRODUCTS = 1 << 16
+_NOTHING = np.empty((0, WORK_COLUMNS), dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -116,7 +117,11 @@ class CapturableNativePlan:
 def _work_list(
     spec: AttentionSpec, metadata: AttentionMetadata, window: int | None, num_threads: int
 ) -> torch.Tensor:
-    items = _tile(spec, metadata, window)
+    num_seqs, num_decodes = metadata.num_seqs, metadata.num_decodes
+    only_decodes = num_seqs == num_decodes == metadata.num_tokens
+    only_decodes = only_decodes and bool(metadata.context_lens_cpu.all())
+    make_items = _decode_items if only_decodes else _tile
+    items = make_items(spec, metadata, window)
     cost = _cost(spec, items)
     # All threads or one: OpenMP runtimes end threads that a smaller team leaves over.
     if cost.sum() * spec.head_dim < _MIN_THREAD_PRODUCTS * num_threads:
@@ -124,8 +129,9 @@ def _work_list(
     items, reductions, num_partials = _split_keys(spec, items, cost, num_threads)
     if len(items) == 1:
         num_threads = 1  # there is nothing to share
-    items = items[np.argsort(-_cost(spec, items), kind="stable")]
-    idle = _idle_items(spec, metadata)
+    if len(items) > 1:
+        items = items[np.argsort(-_cost(spec, items), kind="stable")]
+    idle = _NOTHING if only_decodes else _idle_items(spec, metadata)
     header = np.zeros((1, WORK_COLUMNS), dtype=np.int64)
     header[0, :4] = len(items) + len(idle), len(reductions), num_partials, num_threads
     work = np.concatenate([header, items, idle, reductions])
@@ -137,6 +143,22 @@ def _cost(spec: AttentionSpec, items: IntArray) -> IntArray:
     heads = items[:, 5] - items[:, 4]
     cost: IntArray = (rows + _LOADING_ROWS) * heads * (items[:, 7] - items[:, 6])
     return cost
+
+
+def _decode_items(spec: AttentionSpec, metadata: AttentionMetadata, window: int | None) -> IntArray:
+    """What `_tile` gives for rows that all decode, which few sequences need without delay."""
+    contexts = metadata.context_lens_cpu
+    sequence = np.arange(len(contexts))
+    items = np.zeros((len(contexts), WORK_COLUMNS), dtype=np.int64)
+    items[:, 1] = items[:, 2] = sequence
+    items[:, 3] = sequence + 1
+    items[:, 0] = contexts - items[:, 3]
+    items[:, 5] = spec.num_kv_heads
+    if window is not None:
+        items[:, 6] = np.maximum(0, contexts - window)
+    items[:, 7] = contexts
+    items[:, 8] = -1
+    return items
 
 
 def _tile(spec: AttentionSpec, metadata: AttentionMetadata, window: int | None) -> IntArray:
@@ -178,9 +200,8 @@ def _split_keys(
     spec: AttentionSpec, items: IntArray, cost: IntArray, num_threads: int
 ) -> tuple[IntArray, IntArray, int]:
     """Cut items that would keep one thread busy while others idle; also the reductions needed."""
-    nothing = np.empty((0, WORK_COLUMNS), dtype=np.int64)
     if num_threads == 1 or not len(items):
-        return items, nothing, 0
+        return items, _NOTHING, 0
     num_keys = items[:, 7] - items[:, 6]
     limit = max(1, int(cost.sum()) // (num_threads * _ITEMS_PER_THREAD))
     most = num_keys // _MIN_PART_KEYS
@@ -189,7 +210,7 @@ def _split_keys(
         most = np.maximum(most, np.minimum(share, num_keys // _MIN_IDLE_PART_KEYS))
     parts = np.maximum(1, np.minimum(-(-cost // limit), most))
     if parts.max() == 1:
-        return items, nothing, 0
+        return items, _NOTHING, 0
     owner = np.repeat(np.arange(len(items)), parts)
     part = np.arange(len(owner)) - np.repeat(np.cumsum(parts) - parts, parts)
     split = items[owner]

@@ -294,6 +294,18 @@ def test_items_of_work_cover_each_visible_key_of_each_row_and_head_once(
     assert not seen[row:].any()
 
 
+@pytest.mark.parametrize("window", [None, 1, 100])
+def test_decoding_rows_make_the_items_that_any_rows_would(
+    make_spec: MakeSpec, make_metadata: Any, window: int | None
+) -> None:
+    spec = make_spec(num_heads=6, windows=(window,), dtype=torch.float32)
+    contexts = [1, 3000, 41, 100, 101]
+    tables = [[1] * 200] * 5
+    metadata = make_metadata([1] * 5, contexts, tables, block_size=16, num_decodes=5)
+    items = native_plan._decode_items(spec, metadata, window)
+    assert items.tolist() == native_plan._tile(spec, metadata, window).tolist()
+
+
 @pytest.mark.parametrize("bad", [-1, 10_000])
 def test_a_slot_outside_the_cache_is_an_error(
     make_spec: MakeSpec, make_step: MakeStep, bad: int

@@ -43,12 +43,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "vllm": {"dtype": "bfloat16", "max_model_len": MAX_MODEL_LEN},
     "transformers": {"continuous": False, "max_num_batched_tokens": 512, "cache_tokens": 90_000},
     "openvino": {"max_num_batched_tokens": 512, "cache_gib": 2, "precision": "bf16"},
-    "llama": {
-        "sequences": 32,
-        "context": MAX_MODEL_LEN,
-        "max_num_batched_tokens": 512,
-        "unified": True,
-    },
+    "llama": {"sequences": 32, "context": MAX_MODEL_LEN, "max_num_batched_tokens": 512},
 }
 Requests = list[dict[str, Any]]
 Times = list[list[float]]
@@ -169,9 +164,7 @@ def poisson(seed: int, rate: float, count: int) -> Requests:
     return [r | {"arrival": arrival} for r, arrival in zip(requests, arrivals, strict=True)]
 
 
-def conversations(
-    path: Path, tokenize: Callable[[list[Any]], list[int]], count: int
-) -> Requests:
+def conversations(path: Path, tokenize: Callable[[list[Any]], list[int]], count: int) -> Requests:
     """W5: the first questions of a ShareGPT file, short enough for the model."""
     requests: Requests = []
     for question, _ in first_turns(path):

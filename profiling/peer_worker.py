@@ -93,10 +93,10 @@ class OpenVinoEngine:
     """OpenVINO GenAI's continuous batching, which reads a GGUF file of the same weights."""
 
     def __init__(self, model: str, options: dict[str, Any]) -> None:
-        import openvino_genai
-
         if "gguf" not in options:
             raise SystemExit("openvino wants openvino:gguf=FILE, the model's weights as a GGUF")
+        import openvino_genai
+
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.max_num_batched_tokens = options["max_num_batched_tokens"]
         scheduler.cache_size = options["cache_gib"]

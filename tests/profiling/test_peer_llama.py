@@ -24,12 +24,19 @@ class FakeLlama:
     def __init__(self, *, end_after=None, status=0):
         self.memory = defaultdict(list)
         self.decoded = []
+        self.numbers = []
         self.sampled = []
         self.samplers = {}
         self.end_after, self.status = end_after, status
 
     def llama_backend_init(self):
         pass
+
+    def llama_log_callback(self, function):
+        return function
+
+    def llama_log_set(self, callback, data):
+        self.log = callback
 
     def llama_model_default_params(self):
         return SimpleNamespace()
@@ -56,6 +63,7 @@ class FakeLlama:
 
     def llama_decode(self, context, batch):
         self.rows = {}
+        self.numbers.append({batch.seq_id[row][0] for row in range(batch.n_tokens)})
         assert 0 < batch.n_tokens <= self.params.n_batch
         for row in range(batch.n_tokens):
             sequence = self.memory[batch.seq_id[row][0]]
@@ -113,7 +121,7 @@ class FakeLlama:
 def make(monkeypatch):
     def make(fake, **options):
         monkeypatch.setitem(sys.modules, "llama_cpp", fake)
-        return peer_llama.LlamaCppEngine("ignored", OPTIONS | {"unified": False} | options)
+        return peer_llama.LlamaCppEngine("ignored", OPTIONS | options)
 
     return make
 
@@ -163,10 +171,10 @@ def test_many_sequences_share_steps_and_each_gets_what_it_would_get_alone(make):
 
 def test_options_reach_llama(make):
     fake = FakeLlama()
-    make(fake, unified=True)
+    make(fake)
     params = fake.params
     assert (params.n_ctx, params.n_seq_max, params.n_batch, params.n_ubatch) == (192, 3, 8, 8)
-    assert params.kv_unified
+    assert not params.kv_unified
     assert params.n_threads == params.n_threads_batch >= 1
 
 
@@ -193,12 +201,30 @@ def test_a_repeated_prompt_computes_one_prompt_token(make):
 
 
 def test_a_new_prompt_takes_the_sequence_that_was_idle_longest(make):
-    engine, fake = None, FakeLlama()
+    fake = FakeLlama()
     engine = make(fake)
     prompts = [[number] * 4 for number in (1, 2, 3, 4)]
     for prompt in prompts:
         run(engine, [request(prompt, 1)])
     assert [fake.memory[number] for number in range(3)] == [prompts[3], prompts[1], prompts[2]]
+
+
+def test_sequences_move_together_when_one_ends(make):
+    fake = FakeLlama()
+    requests = [request([number] * 2, count) for number, count in [(1, 3), (2, 2), (3, 6)]]
+    assert run(make(fake), requests) == [3, 2, 6]
+    assert fake.numbers == [{0, 1, 2}, {0, 1, 2}, {0, 1}, {0}, {0}, {0}]
+    assert sorted(ids for _, ids in fake.sampled) == sorted(
+        ids for item in requests for ids in alone(item)
+    )
+
+
+def test_only_warnings_and_errors_are_shown(make, capsys):
+    fake = FakeLlama()
+    make(fake)
+    for level in range(1, 6):
+        fake.log(level, b"level %d\n" % level, None)
+    assert capsys.readouterr().err == "level 3\nlevel 4\n"
 
 
 @pytest.mark.parametrize(("ignore_eos", "expected"), [(True, 9), (False, 4)])

@@ -3,7 +3,7 @@
 The package's own class serves one sequence at a time, which is no fair rival for many. This is a
 small serving loop over `llama_decode`: decodes mixed with pieces of prompts, and prefixes reused.
 Each sequence has a memory of its own. With one for all (kv_unified) every token passes all cells:
-W2 took 2.4 times the processor time, and a shared prefix no less.
+W2 took 2.4 times the processor time, while W3 gained a tenth.
 """
 
 from __future__ import annotations

@@ -22,16 +22,14 @@ from .native_build import (
     usable_levels,
     usable_library,
 )
+from .native_call import DTYPES, AttentionTeam, attention_team, check_status, pack_call
 from .native_plan import CapturableNativePlan, NativePlan, make_plan
 from .paged_kv_cache import PagedKVCache
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, "
     "Tensor slot_mapping, Tensor block_tables, Tensor work, float scale, int window, str library"
 )
-_NUM_CALL_WORDS = 25
-_PackedCall = ctypes.c_int64 * _NUM_CALL_WORDS
 
 
 class NativeBackend(AttentionBackend):
@@ -63,8 +61,8 @@ class NativeBackend(AttentionBackend):
         reasons = []
         if spec.device.type != "cpu":
             reasons.append(f"device {spec.device} is not a CPU")
-        if spec.dtype not in _DTYPES:
-            reasons.append(f"dtype {spec.dtype} is none of {', '.join(map(str, _DTYPES))}")
+        if spec.dtype not in DTYPES:
+            reasons.append(f"dtype {spec.dtype} is none of {', '.join(map(str, DTYPES))}")
         if not spec.scale > 0:
             reasons.append(f"scale {spec.scale} is not positive")
         if spec.soft_cap is not None:
@@ -118,6 +116,26 @@ class NativeBackend(AttentionBackend):
         _out_operator(*args, out=out)
         return out
 
+    def team(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: PagedKVCache,
+        plan: NativePlan,
+        out: torch.Tensor,
+    ) -> AttentionTeam:
+        """All layers of a step, for a native library whose own threads work on them in turn.
+
+        Each layer finds its queries, keys and values where the one before found them, and writes
+        where that one wrote; tensors are as for `run`. `check_status` raises what `run` would.
+        """
+        return attention_team(
+            *(query, key, value, cache.keys, cache.values, plan.slot_mapping, plan.block_tables),
+            *(plan.layers, self.spec.scale, self._windows, self.library),
+            out=out,
+        )
+
 
 def _native_attention(query: torch.Tensor, *args: Any) -> torch.Tensor:
     """As `_native_attention_out`, into new memory."""
@@ -143,56 +161,17 @@ def _native_attention_out(  # noqa: PLR0913 - an operator's arguments are flat
 ) -> None:
     """Write key and value into one layer's pages, then attend; the operator's kernel.
 
-    Args:
-        query: [num_tokens, num_heads, head_dim].
-        key: [num_tokens, num_kv_heads, head_dim].
-        value: like key.
-        keys: [num_blocks, block_size, num_kv_heads, head_dim], contiguous; changed in place.
-        values: like keys.
-        slot_mapping: [num_tokens] int64, contiguous.
-        block_tables: [num_seqs, max_blocks] int32, rows contiguous.
-        work: [n, WORK_COLUMNS] int32, contiguous; see NativePlan.
-        scale: what scores are multiplied by.
-        window: keys that a query sees, itself included; 0 for all.
-        library: path of the built library to use.
-        out: [num_tokens, num_heads, head_dim], contiguous, of query's dtype.
+    `query`, `key` and `value` may have any strides; the other tensors are as for `pack_call`.
+    `library` is the path of the built one to use.
     """
     query, key, value = (_rows_contiguous(tensor) for tensor in (query, key, value))
-    num_tokens, num_heads, head_dim = query.shape
-    num_blocks, block_size, num_kv_heads, _ = keys.shape
-    assert keys.is_contiguous() and values.is_contiguous() and work.is_contiguous()
-    assert key.dtype == value.dtype == keys.dtype == values.dtype == query.dtype
-    assert out.is_contiguous() and (out.shape, out.dtype) == (query.shape, query.dtype)
-    # In the order of Call in csrc/call.h.
-    packed = _PackedCall(
-        query.data_ptr(),
-        key.data_ptr(),
-        value.data_ptr(),
-        keys.data_ptr(),
-        values.data_ptr(),
-        out.data_ptr(),
-        slot_mapping.data_ptr(),
-        block_tables.data_ptr(),
-        work.data_ptr(),
-        *query.stride()[:2],
-        *key.stride()[:2],
-        *value.stride()[:2],
-        num_tokens,
-        num_blocks * block_size,
-        block_size.bit_length() - 1,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        block_tables.stride(0),
-        window,
-        _DTYPES[query.dtype],
-        ctypes.c_int64.from_buffer(ctypes.c_double(scale)).value,
+    words = pack_call(
+        *(query, key, value, keys, values, slot_mapping, block_tables, work, scale, window),
+        out=out,
     )
     bad = ctypes.c_int64()
-    status = load_library(library).stepgraph_attend(packed, ctypes.byref(bad))
-    if status:
-        what = ("slot", "block")[status - 1]
-        raise IndexError(f"{what} {bad.value} is outside the cache of {num_blocks} blocks")
+    call = (ctypes.c_int64 * len(words))(*words)
+    check_status(load_library(library).stepgraph_attend(call, ctypes.byref(bad)), bad, keys)
 
 
 def _rows_contiguous(tensor: torch.Tensor) -> torch.Tensor:

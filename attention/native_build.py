@@ -82,8 +82,8 @@ LEVELS: tuple[Level, ...] = (
     ),
     Level(
         name="avx512_bf16",
-        flags=(*_AVX512, "-mavx512bf16"),
-        cpu_flags=_AVX512_CPU | {"avx512_bf16"},
+        flags=(*_AVX512, "-mavx512bf16", "-mavx512vnni"),
+        cpu_flags=_AVX512_CPU | {"avx512_bf16", "avx512_vnni"},
     ),
     Level(name="avx512", flags=_AVX512, cpu_flags=_AVX512_CPU),
     Level(name="avx2", flags=_AVX2, cpu_flags=_AVX2_CPU),

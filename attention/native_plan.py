@@ -22,10 +22,13 @@ WORK_COLUMNS = 9
 """Columns of a work list; csrc/call.h mirrors their order."""
 # Query rows times query heads per key/value head: enough to repay packing a tile of keys.
 _TILE_ROWS = 96
-# What packing keys and values for products costs, in rows that are multiplied with them.
-_PACKING_ROWS = 4
+# What loading a key and its value costs, in rows that are multiplied with them. A few rows leave
+# out packing, but then memory is what they wait for, and that costs as much.
+_LOADING_ROWS = 4
 # Keys that a part must have, so that merging the parts costs little beside them.
 _MIN_PART_KEYS = 128
+# What suffices where a thread would have nothing else to do.
+_MIN_IDLE_PART_KEYS = 96
 # Parts end at multiples of what the kernel attends at once.
 _KERNEL_KEYS = 64
 _ITEMS_PER_THREAD = 4
@@ -119,6 +122,8 @@ def _work_list(
     if cost.sum() * spec.head_dim < _MIN_THREAD_PRODUCTS * num_threads:
         num_threads = 1
     items, reductions, num_partials = _split_keys(spec, items, cost, num_threads)
+    if len(items) == 1:
+        num_threads = 1  # there is nothing to share
     items = items[np.argsort(-_cost(spec, items), kind="stable")]
     idle = _idle_items(spec, metadata)
     header = np.zeros((1, WORK_COLUMNS), dtype=np.int64)
@@ -130,7 +135,7 @@ def _work_list(
 def _cost(spec: AttentionSpec, items: IntArray) -> IntArray:
     rows = (items[:, 3] - items[:, 2]) * spec.queries_per_kv
     heads = items[:, 5] - items[:, 4]
-    cost: IntArray = (rows + _PACKING_ROWS) * heads * (items[:, 7] - items[:, 6])
+    cost: IntArray = (rows + _LOADING_ROWS) * heads * (items[:, 7] - items[:, 6])
     return cost
 
 
@@ -178,7 +183,11 @@ def _split_keys(
         return items, nothing, 0
     num_keys = items[:, 7] - items[:, 6]
     limit = max(1, int(cost.sum()) // (num_threads * _ITEMS_PER_THREAD))
-    parts = np.maximum(1, np.minimum(-(-cost // limit), num_keys // _MIN_PART_KEYS))
+    most = num_keys // _MIN_PART_KEYS
+    if len(items) < num_threads:
+        share = -(-num_threads // len(items))
+        most = np.maximum(most, np.minimum(share, num_keys // _MIN_IDLE_PART_KEYS))
+    parts = np.maximum(1, np.minimum(-(-cost // limit), most))
     if parts.max() == 1:
         return items, nothing, 0
     owner = np.repeat(np.arange(len(items)), parts)

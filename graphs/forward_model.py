@@ -13,7 +13,16 @@ class ForwardModel(Protocol):
     """A decoder as the runners call it: everything that a forward needs is an argument."""
 
     def __call__(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, attend: LayerAttention
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: LayerAttention,
+        *,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[num_tokens] ids and positions to [num_tokens, hidden_size] hidden states."""
+        """[num_tokens] ids and positions to hidden states [n, hidden_size].
+
+        `rows` [n] int64 are the tokens whose states are wanted, None: all of them. What the last
+        layer does after its attention need not be done for the others.
+        """
         ...

@@ -261,8 +261,7 @@ class GraphRunner:
         )
         attend = self._graphs.bind(step.plan)
         if step.launch.mode == "eager":
-            hidden = self._model(step.input_ids, step.positions, attend)
-            return hidden if rows is None else hidden.index_select(0, rows)
+            return self._model(step.input_ids, step.positions, attend, rows=rows)
         if step.launch.mode == "full":
             self._graphs.full[step.launch.size].replay()
         else:

@@ -28,9 +28,9 @@ from runtime.compiled_layers import CompiledLayers, compile_layers
 from runtime.model_source import resolve_model
 from runtime.models import (
     Decoder,
+    NativeForward,
     load_decoder,
     load_decoder_config,
-    native_regions,
     pack_decoder,
 )
 from runtime.models.linear import linear
@@ -87,7 +87,7 @@ def forward_ways(
     ) -> torch.Tensor:
         return query.contiguous()
 
-    native = native_regions(packed)
+    native = NativeForward(packed).regions
     return {
         "plain": lambda: plain(ids, positions, attend),
         "compiled": lambda: plain(ids, positions, attend, compiled.regions),

@@ -180,6 +180,10 @@ class AsyncLLM:
         """What the engine has done so far; RuntimeError once shut down. Doesn't wait for a step."""
         return self._llm.metrics()
 
+    async def stats(self) -> dict[str, Any]:
+        """How the steps so far were launched, in JSON's types; see `engine_stats`."""
+        return await self._call(Engine.stats)
+
     async def reset_prefix_cache(self) -> None:
         """Forget the K/V of past prompts and outputs; running requests keep their own."""
         await self._call(Engine.reset_prefix_cache)

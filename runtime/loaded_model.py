@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
+from graphs import ForwardModel
+
 from .compiled_layers import CompiledLayers, compile_layers
 from .errors import ConfigError
 from .models import (
-    PLAIN_REGIONS,
     DecoderConfig,
     DecoderWeights,
+    NativeForward,
     Packing,
-    Regions,
-    native_regions,
     pack_refusal,
     region_refusal,
 )
@@ -50,19 +50,20 @@ class LoadedModel:
         )
         self.decoder = self.weights.decoder
         self._layers = self._compile_layers(config)
-        regions = self._layers.regions or self._uncompiled_regions(refusal)
-        self.forward = functools.partial(self.decoder, regions=regions)
-        """The decoder's forward over those regions."""
+        self.forward = self._choose_forward(refusal)
+        """The decoder's forward, over compiled, native or plain regions."""
 
     @property
     def compilation(self) -> dict[str, Any]:
         """Whether layers are compiled, why not, and what compiling each region took."""
         return self._layers.as_dict()
 
-    def _uncompiled_regions(self, refusal: str | None) -> Regions:
+    def _choose_forward(self, refusal: str | None) -> ForwardModel:
+        if self._layers.regions is not None:
+            return functools.partial(self.decoder, regions=self._layers.regions)
         refusal = refusal or region_refusal(self.decoder)
         logger.info("native regions: %s", "yes" if refusal is None else f"no, {refusal}")
-        return native_regions(self.decoder) if refusal is None else PLAIN_REGIONS
+        return NativeForward(self.decoder) if refusal is None else self.decoder
 
     def _compile_layers(self, config: ResolvedConfig) -> CompiledLayers:
         if not config.compile:

@@ -50,7 +50,7 @@ def _config(family: str):
         return transformers.MistralConfig(**common, sliding_window=20)
     if family == "qwen2":
         return transformers.Qwen2Config(**common)
-    return transformers.Qwen3Config(**common, head_dim=32)
+    return transformers.Qwen3Config(**common, head_dim=64 if family == "wide_heads" else 32)
 
 
 def _save_tokenizer(path: Path) -> None:
@@ -92,6 +92,8 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Family name to a random float32 checkpoint with a byte-level tokenizer.
+
+    "wide_heads" is a Qwen3 too, with heads of a size that every kernel takes.
 
     Two layers, hidden 64, 4 heads of 2 KV heads, vocabulary 300 of which the tokenizer knows
     258. Biases and norm weights are random too, so that none can be left out unnoticed.

@@ -3,49 +3,17 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdlib>
-#include <limits>
-#include <new>
 
 #include "call.h"
+#include "decode.h"
 #include "pack.h"
 #include "products.h"
+#include "reduce.h"
+#include "scratch.h"
 
 namespace stepgraph {
 
 constexpr int kBlockKeys = 64;
-constexpr int kReductionWidth = 64;
-constexpr float kNone = -std::numeric_limits<float>::infinity();
-
-// Memory of one thread, kept between calls.
-class Scratch {
-public:
-    ~Scratch() { std::free(memory_); }
-
-    // Forgets what was taken, and makes room for num_bytes and some alignment.
-    void reset(std::size_t num_bytes) {
-        used_ = 0;
-        if (num_bytes <= size_) return;
-        std::free(memory_);
-        size_ = (num_bytes + 4095) / 4096 * 4096;
-        memory_ = static_cast<char*>(std::aligned_alloc(64, size_));
-        if (!memory_) {
-            size_ = 0;
-            throw std::bad_alloc();
-        }
-    }
-
-    template <class T>
-    T* take(std::size_t count) {
-        T* result = reinterpret_cast<T*>(memory_ + used_);
-        used_ += (count * sizeof(T) + 63) / 64 * 64;
-        return result;
-    }
-
-private:
-    char* memory_ = nullptr;
-    std::size_t size_ = 0, used_ = 0;
-};
 
 template <class Element>
 class Attention {
@@ -64,9 +32,11 @@ public:
         depth_ = (head_dim_ + Element::kPerWord - 1) / Element::kPerWord;
         query_stride_ = round_up(depth_, kLanes);
         value_stride_ = round_up(head_dim_, kLanes * Element::kPerWord);
+        few_ = num_rows_ <= kFewRows;
+        heads_at_once_ = few_ ? std::max(1, kLanes / num_rows_) : 1;
         const std::size_t heads = item.last_head - item.first_head;
         const std::size_t rows = heads * num_rows_;
-        const std::size_t padded_rows = round_up(num_rows_, kLanes);
+        const std::size_t padded_rows = round_up(heads_at_once_ * num_rows_, kLanes);
         const std::size_t words = rows * (query_stride_ + value_stride_ + kLanes + 1) + kLanes +
             padded_rows * (2 * kBlockKeys + 2) + (query_stride_ + value_stride_ + 4) * kBlockKeys;
         scratch.reset(words * 4 + 16 * 64);
@@ -76,8 +46,8 @@ public:
         values_ = scratch.take<uint32_t>(value_stride_ * kBlockKeys);
         query_ = scratch.take<uint32_t>(rows * query_stride_);
         sums_ = scratch.take<float>(rows * value_stride_);
-        scores_ = scratch.take<float>(num_rows_ * kBlockKeys);
-        weights_ = scratch.take<uint32_t>(num_rows_ * kBlockKeys);
+        scores_ = scratch.take<float>(padded_rows * kBlockKeys);
+        weights_ = scratch.take<uint32_t>(padded_rows * kBlockKeys);
         alpha_ = scratch.take<float>(padded_rows);
         bases_ = scratch.take<float>(padded_rows);
         largest_ = scratch.take<float>(rows + kLanes);
@@ -89,16 +59,16 @@ public:
 
     // Returns false if the block table names a block that is outside the cache: bad_block().
     bool run() {
-        load_query();
         int count = block_length(item_.first_key);
         if (!locate(item_.first_key, count)) return false;
+        Ahead start = rows_ahead(count, 1);
+        start.advance(1);
+        load_query();
         for (int key = item_.first_key; count > 0;) {
             std::swap(offsets_, next_offsets_);
             const int next_count = block_length(key + count);
             if (!locate(key + count, next_count)) return false;
-            for (int head = item_.first_head; head < item_.last_head; ++head) {
-                attend(head, key, count, next_count);
-            }
+            attend(key, count, next_count);
             key += count;
             count = next_count;
         }
@@ -141,34 +111,55 @@ private:
     bool locate(int first_key, int count) {
         const int32_t* table = call_.block_tables + item_.sequence * call_.table_stride;
         const int64_t token_stride = call_.num_kv_heads * call_.head_dim;
-        const int64_t block_size = int64_t{1} << call_.block_shift;
-        for (int i = 0; i < count; ++i) {
-            const int64_t position = first_key + i;
+        const int block_size = 1 << call_.block_shift;
+        for (int i = 0; i < count;) {
+            const int position = first_key + i, within = position & (block_size - 1);
+            const int length = std::min(block_size - within, count - i);
             const int64_t block = table[position >> call_.block_shift];
-            const int64_t slot = (block << call_.block_shift) + (position & (block_size - 1));
-            if (block < 0 || slot >= call_.num_slots) {
+            const int64_t slot = (block << call_.block_shift) + within;
+            if (block < 0 || slot + length > call_.num_slots) {
                 bad_block_ = block;
                 return false;
             }
-            next_offsets_[i] = slot * token_stride;
+            for (int j = 0; j < length; ++j) next_offsets_[i + j] = (slot + j) * token_stride;
+            i += length;
         }
+        // The last one repeated, so that keys can be read by whole vectors.
+        for (int i = count; i % kLanes != 0; ++i) next_offsets_[i] = next_offsets_[count - 1];
         return true;
     }
 
-    void attend(int head, int first_key, int count, int next_count) {
-        const int index = (head - item_.first_head) * num_rows_;
-        const int num_vectors = (count + kLanes - 1) / kLanes;
-        const int64_t head_offset = int64_t{head} * head_dim_;
+    void attend(int first_key, int count, int next_count) {
         const int num_words = (count + Element::kPerWord - 1) / Element::kPerWord;
         // Larger products take so long that what is fetched beside packing suffices.
-        const bool products_fetch = num_rows_ <= kProductRows;
-        Ahead ahead = rows_ahead(head, next_count);
-        ahead.total = 2 * count + (products_fetch ? depth_ + num_words : 0);
+        const bool products_fetch = !few_ && num_rows_ <= kProductRows;
+        const int units = 2 * count + (products_fetch ? depth_ + num_words : 0);
+        Ahead ahead = rows_ahead(next_count, units * (item_.last_head - item_.first_head));
+        for (int head = item_.first_head; head < item_.last_head; head += heads_at_once_) {
+            const int heads = std::min(heads_at_once_, item_.last_head - head);
+            const int state = (head - item_.first_head) * num_rows_;
+            if (few_) {
+                for (int h = 0; h < heads; ++h) score_few(head + h, h * num_rows_, count, ahead);
+                weigh(state, heads * num_rows_, first_key, count);
+                for (int h = 0; h < heads; ++h) add_few(head + h, h * num_rows_, count, ahead);
+            } else {
+                Ahead* products_ahead = products_fetch ? &ahead : nullptr;
+                score(head, count, ahead, products_ahead);
+                weigh(state, num_rows_, first_key, count);
+                add_values(head, count, ahead, products_ahead);
+            }
+        }
+    }
+
+    const Storage* of_head(const void* pages, int head) const {
+        return static_cast<const Storage*>(pages) + int64_t{head} * head_dim_;
+    }
+
+    void score(int head, int count, Ahead& ahead, Ahead* products_ahead) {
         pack_keys<Element>(
-            static_cast<const Storage*>(call_.keys) + head_offset, offsets_,
-            count, head_dim_, ahead, keys_, kBlockKeys);
+            of_head(call_.keys, head), offsets_, count, head_dim_, ahead, keys_, kBlockKeys);
         ProductArgs product;
-        product.a = query_ + int64_t{index} * query_stride_;
+        product.a = query_ + int64_t{head - item_.first_head} * num_rows_ * query_stride_;
         product.a_stride = query_stride_;
         product.b = keys_;
         product.b_stride = kBlockKeys;
@@ -176,57 +167,93 @@ private:
         product.c_stride = kBlockKeys;
         product.alpha = nullptr;
         product.depth = depth_;
-        product.ahead = products_fetch ? &ahead : nullptr;
-        multiply<Product>(product, num_rows_, num_vectors);
-        weigh(index, first_key, count);
+        product.ahead = products_ahead;
+        multiply<Product>(product, num_rows_, (count + kLanes - 1) / kLanes);
+    }
+
+    void add_values(int head, int count, Ahead& ahead, Ahead* products_ahead) {
         pack_values<Element>(
-            static_cast<const Storage*>(call_.values) + head_offset, offsets_,
-            count, head_dim_, ahead, values_, value_stride_);
+            of_head(call_.values, head), offsets_, count, head_dim_, ahead, values_, value_stride_);
+        ProductArgs product;
         product.a = weights_;
         product.a_stride = kBlockKeys / Element::kPerWord;
         product.b = values_;
         product.b_stride = value_stride_;
-        product.c = sums_ + int64_t{index} * value_stride_;
+        product.c = sums_ + int64_t{head - item_.first_head} * num_rows_ * value_stride_;
         product.c_stride = value_stride_;
         product.alpha = alpha_;
-        product.depth = num_words;
+        product.depth = (count + Element::kPerWord - 1) / Element::kPerWord;
+        product.ahead = products_ahead;
         multiply<Product>(product, num_rows_, (head_dim_ + kLanes - 1) / kLanes);
     }
 
-    // The share of the next rows, with all of the item's heads, to fetch beside this head's work.
-    Ahead rows_ahead(int head, int count) const {
-        const int heads = item_.last_head - item_.first_head, index = head - item_.first_head;
+    void score_few(int head, int row, int count, Ahead& ahead) {
+        FewArgs<Element> args;
+        args.pages = of_head(call_.keys, head);
+        args.offsets = offsets_;
+        args.num_keys = count;
+        args.head_dim = head_dim_;
+        args.a = query_ + int64_t{head - item_.first_head} * num_rows_ * query_stride_;
+        args.a_stride = query_stride_;
+        args.c = scores_ + row * kBlockKeys;
+        args.c_stride = kBlockKeys;
+        args.ahead = &ahead;
+        with_few_rows(num_rows_, [&](auto rows) { few_scores<Element, rows>(args); });
+    }
+
+    void add_few(int head, int row, int count, Ahead& ahead) {
+        FewArgs<Element> args;
+        args.pages = of_head(call_.values, head);
+        args.offsets = offsets_;
+        args.num_keys = count;
+        args.head_dim = head_dim_;
+        args.a = weights_ + row * (kBlockKeys / Element::kPerWord);
+        args.a_stride = kBlockKeys / Element::kPerWord;
+        args.c = sums_ + int64_t{head - item_.first_head} * num_rows_ * value_stride_;
+        args.c_stride = value_stride_;
+        args.alpha = alpha_ + row;
+        args.ahead = &ahead;
+        with_few_rows(num_rows_, [&](auto rows) { few_sums<Element, rows>(args); });
+    }
+
+    // The next rows, with all of the item's heads, to fetch beside so many units of work.
+    Ahead rows_ahead(int count, int units) const {
         const int64_t first_byte = int64_t{item_.first_head} * head_dim_ * sizeof(Storage);
         Ahead ahead;
         ahead.keys = static_cast<const char*>(call_.keys) + first_byte;
         ahead.values = static_cast<const char*>(call_.values) + first_byte;
-        ahead.offsets = next_offsets_;
+        ahead.next = next_offsets_;
+        ahead.last = next_offsets_ + count;
         ahead.element_bytes = sizeof(Storage);
-        ahead.row_bytes = heads * head_dim_ * sizeof(Storage);
-        ahead.row = 2 * count * index / heads;
-        ahead.last = 2 * count * (index + 1) / heads;
-        ahead.share = ahead.last - ahead.row;
+        ahead.row_bytes = (item_.last_head - item_.first_head) * head_dim_ * sizeof(Storage);
+        ahead.share = count;
+        ahead.total = units;
         return ahead;
     }
 
     // Turns scores into weights relative to the largest score so far.
-    void weigh(int state, int first_key, int count) {
-        for (int row = 0; row < num_rows_; ++row) {
-            bases_[row] = larger_of(
-                largest_[state + row], hide(row, first_key, count) * scale_);
+    void weigh(int state, int num_rows, int first_key, int count) {
+        const int num_vectors = (count + kLanes - 1) / kLanes;
+        if (!all_see(first_key, count)) {
+            for (int row = 0; row < num_rows; ++row) hide(row, first_key, count);
         }
-        for (int row = 0; row < num_rows_; row += kLanes) {  // arrays are padded to whole vectors
+        for (int row = 0; row < num_rows; ++row) {
+            const float* scores = scores_ + row * kBlockKeys;
+            Floats highest = splat(kNone);
+            for (int v = 0; v < num_vectors; ++v) {
+                highest = larger(load<Floats>(scores + v * kLanes), highest);
+            }
+            bases_[row] = largest(highest);
+        }
+        for (int row = 0; row < num_rows; row += kLanes) {  // arrays are padded to whole vectors
             const Floats before = load<Floats>(largest_ + state + row);
-            const Floats now = load<Floats>(bases_ + row);
+            const Floats now = larger(load<Floats>(bases_ + row) * scale_, before);
             const Floats base = now == kNone ? Floats{} : now;  // no key seen: weights are zero
             store(alpha_ + row, exp2_negative<kExact>(before - base));
             store(bases_ + row, base);
-            for (int i = row; i < num_rows_ && i < row + kLanes; ++i) {
-                largest_[state + i] = now[i - row];
-            }
+            store(largest_ + state + row, lane_numbers() < num_rows - row ? now : before);
         }
-        const int num_vectors = (count + kLanes - 1) / kLanes;
-        for (int row = 0; row < num_rows_; ++row) {
+        for (int row = 0; row < num_rows; ++row) {
             const float* scores = scores_ + row * kBlockKeys;
             float* totals = totals_ + (state + row) * kLanes;
             const Floats base = splat(bases_[row]);
@@ -241,29 +268,29 @@ private:
         }
     }
 
-    // Makes the scores of keys that a row doesn't see -inf, and returns the largest one.
-    float hide(int row, int first_key, int count) {
-        const int position = item_.first_row + row / group_ + item_.position_offset;
-        const int num_vectors = (count + kLanes - 1) / kLanes;
-        int last = position + 1 - first_key;
-        if (last > count) last = count;
+    // Whether all rows see all of these keys, which fill whole vectors.
+    bool all_see(int first_key, int count) const {
+        const int first = item_.first_row + item_.position_offset;
+        const int last = item_.last_row - 1 + item_.position_offset;
+        return count % kLanes == 0 && first_key + count <= first + 1 &&
+            (!call_.window || last + 1 - call_.window <= first_key);
+    }
+
+    // Makes the scores of keys that a row doesn't see -inf.
+    void hide(int row, int first_key, int count) {
+        const int position =
+            item_.first_row + row % num_rows_ / group_ + item_.position_offset;
+        const int last = std::min(position + 1 - first_key, count);
         const int first =
             call_.window ? position + 1 - static_cast<int>(call_.window) - first_key : 0;
         float* scores = scores_ + row * kBlockKeys;
-        Floats highest = splat(kNone);
-        for (int v = 0; v < num_vectors; ++v) {
-            Floats score = load<Floats>(scores + v * kLanes);
-            if (first > v * kLanes || last < (v + 1) * kLanes) {
-                const Ints key = lane_numbers() + v * kLanes;
-                score = (key >= first) & (key < last) ? score : splat(kNone);
-                store(scores + v * kLanes, score);
-            }
-            highest = larger(score, highest);
+        for (int v = 0; v < count; v += kLanes) {
+            if (first <= v && v + kLanes <= last) continue;
+            const Ints key = lane_numbers() + v;
+            const Floats score = load<Floats>(scores + v);
+            store(scores + v, (key >= first) & (key < last) ? score : splat(kNone));
         }
-        return largest(highest);
     }
-
-    static float larger_of(float one, float other) { return one > other ? one : other; }
 
     void store_weights(int row, int v, Floats weight) {
         uint32_t* target = weights_ + row * (kBlockKeys / Element::kPerWord);
@@ -297,8 +324,9 @@ private:
                     const float total = sum(load<Floats>(totals_ + state * kLanes));
                     const float inverse = total == 0 ? 0 : 1 / total;
                     const float* sums = sums_ + state * value_stride_;
-                    for (int d = 0; d < head_dim_; ++d) {
-                        target[d] = Element::from_float(sums[d] * inverse);
+                    for (int d = 0; d < head_dim_; d += kLanes) {
+                        store_elements<Element>(
+                            target + d, load<Floats>(sums + d) * inverse, head_dim_ - d);
                     }
                 }
             }
@@ -311,6 +339,8 @@ private:
     int64_t bad_block_ = 0;
     float scale_;  // of scores whose power of 2 is taken
     int group_, num_rows_, head_dim_;
+    bool few_;           // rows
+    int heads_at_once_;
     int depth_;         // words of a head
     int query_stride_;  // words
     int value_stride_;  // words or floats
@@ -318,46 +348,5 @@ private:
     uint32_t *keys_, *values_, *query_, *weights_;
     float *sums_, *scores_, *alpha_, *bases_, *largest_, *totals_;
 };
-
-// Merges the parts of one item that was split over keys.
-template <class Element>
-void reduce(const Call& call, const Reduction& reduction, const float* partials) {
-    const int64_t group = call.num_heads / call.num_kv_heads;
-    const int64_t stride = partial_stride(call);
-    const int64_t rows = reduction.last_row - reduction.first_row;
-    const int64_t part_size = (reduction.last_head - reduction.first_head) * rows * group;
-    for (int64_t index = 0; index < part_size; ++index) {
-        const int64_t head = reduction.first_head * group + index / (rows * group) * group +
-            index % group;
-        const int64_t row = reduction.first_row + index % (rows * group) / group;
-        auto* target = static_cast<typename Element::Storage*>(call.out) +
-            (row * call.num_heads + head) * call.head_dim;
-        const float* first = partials + (reduction.partial + index) * stride;
-        float highest = kNone;
-        for (int part = 0; part < reduction.num_parts; ++part) {
-            const float largest = first[part * part_size * stride];
-            highest = largest > highest ? largest : highest;
-        }
-        const float base = highest == kNone ? 0.0f : highest;
-        float total = 0;
-        float sums[kReductionWidth];
-        for (int64_t d0 = 0; d0 < call.head_dim; d0 += kReductionWidth) {
-            const int64_t width =
-                call.head_dim - d0 < kReductionWidth ? call.head_dim - d0 : kReductionWidth;
-            std::memset(sums, 0, sizeof(sums));
-            total = 0;
-            for (int part = 0; part < reduction.num_parts; ++part) {
-                const float* source = first + part * part_size * stride;
-                const float factor = exp2_negative<true>(splat(source[0] - base))[0];
-                total += source[1] * factor;
-                for (int64_t d = 0; d < width; ++d) sums[d] += source[2 + d0 + d] * factor;
-            }
-            const float inverse = total == 0 ? 0 : 1 / total;
-            for (int64_t d = 0; d < width; ++d) {
-                target[d0 + d] = Element::from_float(sums[d] * inverse);
-            }
-        }
-    }
-}
 
 }  // namespace stepgraph

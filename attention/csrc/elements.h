@@ -1,5 +1,6 @@
 // How each dtype is computed with. A "word" is what one 32-bit lane of a product's operand holds:
-// a float, or with dot-product instructions a pair of bfloat16.
+// a float, or with dot-product instructions a pair of bfloat16. Stored is a vector of words as it
+// lies in memory.
 #pragma once
 
 #include "vectors.h"
@@ -9,26 +10,25 @@ namespace stepgraph {
 struct FloatElement {
     using Storage = float;
     static constexpr int kPerWord = 1;
-    static Words load_words(const Storage* source) { return load<Words>(source); }
-    static Storage from_float(float value) { return value; }
+    using Stored = Words;
+    static Words words(Stored value) { return value; }
+    static Floats from_floats(Floats values) { return values; }
 };
 
 struct BfloatElement {
     using Storage = uint16_t;
     static constexpr int kPerWord = 1;
-    static Words load_words(const Storage* source) {
-        return bits<Words>(bfloat_to_float(load<Halves>(source)));
-    }
-    static Storage from_float(float value) { return float_to_bfloat(value); }
+    using Stored = Halves;
+    static Words words(Stored value) { return bits<Words>(bfloat_to_float(value)); }
+    static Halves from_floats(Floats values) { return float_to_bfloat(values); }
 };
 
 struct HalfElement {
     using Storage = uint16_t;
     static constexpr int kPerWord = 1;
-    static Words load_words(const Storage* source) {
-        return bits<Words>(half_to_float(load<Halves>(source)));
-    }
-    static Storage from_float(float value) { return float_to_half(value); }
+    using Stored = Halves;
+    static Words words(Stored value) { return bits<Words>(half_to_float(value)); }
+    static Halves from_floats(Floats values) { return float_to_half(values); }
 };
 
 // a * b + sum, lane by lane.
@@ -42,8 +42,9 @@ struct FloatProduct {
 struct BfloatPairElement {
     using Storage = uint16_t;
     static constexpr int kPerWord = 2;
-    static Words load_words(const Storage* source) { return load<Words>(source); }
-    static Storage from_float(float value) { return float_to_bfloat(value); }
+    using Stored = Words;
+    static Words words(Stored value) { return value; }
+    static Halves from_floats(Floats values) { return float_to_bfloat(values); }
 };
 
 struct BfloatPairProduct {
@@ -65,15 +66,25 @@ struct ProductOf<BfloatPairElement> {
 };
 #endif
 
+template <class Element>
+inline Words load_words(const typename Element::Storage* source) {
+    return Element::words(load<typename Element::Stored>(source));
+}
+
 // Words of up to kLanes * kPerWord elements, the missing ones zero.
 template <class Element>
 inline Words load_elements(const typename Element::Storage* source, int count) {
-    using Storage = typename Element::Storage;
-    constexpr int full = kLanes * Element::kPerWord;
-    if (count >= full) return Element::load_words(source);
-    Storage padded[full] = {};
-    std::memcpy(padded, source, count * sizeof(Storage));
-    return Element::load_words(padded);
+    if (count >= kLanes * Element::kPerWord) return load_words<Element>(source);
+    return Element::words(
+        load_part<typename Element::Stored>(source, count * sizeof(typename Element::Storage)));
+}
+
+// Rounds up to kLanes floats to elements; sources are whole vectors, and count elements are stored.
+template <class Element>
+inline void store_elements(typename Element::Storage* target, Floats values, int count) {
+    const auto elements = Element::from_floats(values);
+    if (count >= kLanes) return store(target, elements);
+    std::memcpy(target, &elements, count * sizeof(*target));
 }
 
 constexpr int round_up(int value, int multiple) {

@@ -21,7 +21,7 @@ void pack_keys(
             if (columns == kLanes && element + step <= head_dim) {
 #pragma GCC unroll 16
                 for (int i = 0; i < kLanes; ++i) {
-                    rows[i] = Element::load_words(pages + offsets[first + i] + element);
+                    rows[i] = load_words<Element>(pages + offsets[first + i] + element);
                 }
             } else {
                 for (int i = 0; i < kLanes; ++i) {

@@ -1,4 +1,4 @@
-// Teams of threads, and tasks that they take by turns.
+// Teams of threads, and how they share tasks.
 //
 // Threads come from the OpenMP runtime that torch itself runs on. The caller hands its entry
 // point over, so a library links none and there is never a second pool of threads.
@@ -9,9 +9,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <deque>
-#include <functional>
-#include <utility>
+#include <vector>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -27,23 +25,87 @@ struct OpenMP {
 
 inline OpenMP openmp;
 
-// Tasks that threads take by turns. Threads then wait for the tasks, not for each other: one
-// that the system runs late finds all done, where at a barrier everybody would wait for it.
-class alignas(64) TaskQueue {
+// What the threads of a team have in common. They go through the same phases, each a number of
+// tasks that lie in as many shares of neighbours as there are threads.
+class Team {
 public:
-    explicit TaskQueue(int count) : count_(count), share_(1 + count / kShares) {}
+    explicit Team(int num_threads) : shares_(std::max(1, num_threads)) {}
+
+private:
+    friend class Worker;
+
+    // In a cache line of its own: where two cores take turns at writing a line, each write takes
+    // as long as a small task.
+    struct alignas(64) Share {
+        std::atomic<uint64_t> next{0};  // a phase, and the next task of this share in it
+    };
+
+    std::vector<Share> shares_;
+    alignas(64) std::atomic<int> num_workers_{0};
+    alignas(64) std::atomic<int64_t> num_done_{0};  // tasks of all phases so far
+};
+
+// One thread of a team. All of them make the same calls in the same order. They wait for the
+// tasks, not for each other: one that the system runs late finds all done, where at a barrier
+// everybody would wait for it.
+class Worker {
+public:
+    explicit Worker(Team& team)
+        : team_(team), index_(team.num_workers_.fetch_add(1, std::memory_order_relaxed)) {}
+
+    // Below the team's size.
+    int index() const { return index_; }
+
+    // A phase. Neighbouring tasks read neighbouring memory, so a thread works on its own share,
+    // then helps with the others'. Returns when all tasks are done.
+    template <class Function>
+    void share(int num_tasks, const Function& task) {
+        run(num_tasks, static_cast<int>(team_.shares_.size()), task);
+    }
+
+    // A phase whose tasks all threads take by turns, in order.
+    template <class Function>
+    void take_turns(int num_tasks, const Function& task) {
+        run(num_tasks, 1, task);
+    }
+
+private:
+    static constexpr int kSpins = 1000;
 
     template <class Function>
-    void run(const Function& function) {
-        for (int i; (i = next_.fetch_add(share_, std::memory_order_relaxed)) < count_;) {
-            const int end = std::min(i + share_, count_);
-            for (int task = i; task < end; ++task) function(task);
-            done_.fetch_add(end - i, std::memory_order_release);
+    void run(int num_tasks, int num_shares, const Function& task) {
+        ++phase_;
+        num_tasks_ += num_tasks;
+        int num_done = 0;
+        for (int i = 0; i < num_shares; ++i) {
+            const int64_t share = (index_ + i) % num_shares;
+            const auto first = static_cast<uint32_t>(num_tasks * share / num_shares);
+            const auto end = static_cast<uint32_t>(num_tasks * (share + 1) / num_shares);
+            for (uint32_t at; (at = take(team_.shares_[share].next, first, end)) < end;) {
+                task(static_cast<int>(at));
+                ++num_done;
+            }
+        }
+        if (num_done > 0) team_.num_done_.fetch_add(num_done, std::memory_order_release);
+        wait();
+    }
+
+    // The next task of a share that begins with `first`; `end` if none is left. A later phase has
+    // begun only if none is.
+    uint32_t take(std::atomic<uint64_t>& next, uint32_t first, uint32_t end) const {
+        uint64_t seen = next.load(std::memory_order_relaxed);
+        while (true) {
+            const uint32_t phase = seen >> 32;
+            const uint32_t task = phase == phase_ ? static_cast<uint32_t>(seen) : first;
+            if (phase > phase_ || task >= end) return end;
+            const uint64_t taken = uint64_t{phase_} << 32 | (task + 1);
+            if (next.compare_exchange_weak(seen, taken, std::memory_order_relaxed)) return task;
         }
     }
 
     void wait() const {
-        for (int spins = 0; done_.load(std::memory_order_acquire) < count_; ++spins) {
+        const auto& num_done = team_.num_done_;
+        for (int spins = 0; num_done.load(std::memory_order_acquire) < num_tasks_; ++spins) {
             if (spins < kSpins) {
                 pause();
             } else {
@@ -52,54 +114,33 @@ public:
         }
     }
 
-private:
-    static constexpr int kSpins = 1000;
-    static constexpr int kShares = 64;  // more of them, and taking one costs more than it evens out
-
     static void pause() {
 #if defined(__x86_64__)
         _mm_pause();
 #endif
     }
 
-    const int count_, share_;
-    std::atomic<int> next_{0}, done_{0};
+    Team& team_;
+    const int index_;
+    uint32_t phase_ = 0;
+    int64_t num_tasks_ = 0;  // of all phases so far
 };
 
-// Work in phases: no task of a phase begins before all tasks of the phase before it are done.
-class Phases {
-public:
-    void add(int num_tasks, std::function<void(int)> task) {
-        phases_.emplace_back(num_tasks, std::move(task));
-    }
-
-    // Runs everything; each thread calls at_end when it is done.
-    void run(int num_threads, void (*at_end)()) {
-        at_end_ = at_end;
-        openmp.parallel(
-            [](void* self) { static_cast<Phases*>(self)->work(); }, this, num_threads, 0);
-    }
-
-private:
-    struct Phase {
-        Phase(int num_tasks, std::function<void(int)> of_task)
-            : queue(num_tasks), task(std::move(of_task)) {}
-
-        TaskQueue queue;
-        std::function<void(int)> task;
-    };
-
-    void work() {
-        for (Phase& phase : phases_) {
-            phase.queue.run(phase.task);
-            phase.queue.wait();
-        }
-        at_end_();
-    }
-
-    std::deque<Phase> phases_;
-    void (*at_end_)() = nullptr;
-};
+// Calls work(worker) on each thread of a team. It may turn out smaller than asked for.
+template <class Function>
+void run_team(int num_threads, const Function& work) {
+    struct Call {
+        const Function& work;
+        Team team;
+    } call{work, Team(num_threads)};
+    openmp.parallel(
+        [](void* self) {
+            Call& call = *static_cast<Call*>(self);
+            Worker worker(call.team);
+            call.work(worker);
+        },
+        &call, num_threads, 0);
+}
 
 }  // namespace stepgraph
 

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <utility>
 
 #if defined(__x86_64__)
@@ -33,11 +34,50 @@ inline V load(const void* source) {
     return result;
 }
 
-// The first num_bytes bytes of a vector, the rest zero.
+template <class To, class From>
+inline To bits(From from) {
+    static_assert(sizeof(To) == sizeof(From), "bits of another size");
+    To to;
+    std::memcpy(&to, &from, sizeof(To));
+    return to;
+}
+
+// The first num_bytes bytes of a vector, at most its size; the rest zero.
 template <class V>
 inline V load_part(const void* source, std::size_t num_bytes) {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+    const uint64_t mask = num_bytes < 64 ? (uint64_t{1} << num_bytes) - 1 : ~uint64_t{0};
+    if constexpr (sizeof(V) == 64) return bits<V>(_mm512_maskz_loadu_epi8(mask, source));
+    if constexpr (sizeof(V) == 32) return bits<V>(_mm256_maskz_loadu_epi8(mask, source));
+#endif
     V result = V{};
     std::memcpy(&result, source, num_bytes);
+    return result;
+}
+
+// Half a vector from each source.
+template <class V>
+inline V load_halves(const void* one, const void* other) {
+#if defined(__AVX512F__)
+    if constexpr (sizeof(V) == 64) {
+        const __m512i first = _mm512_castsi256_si512(load<__m256i>(one));
+        return bits<V>(_mm512_inserti64x4(first, load<__m256i>(other), 1));
+    }
+#endif
+#if defined(__AVX2__)
+    if constexpr (sizeof(V) == 32) {
+        const __m256i first = _mm256_castsi128_si256(load<__m128i>(one));
+        return bits<V>(_mm256_inserti128_si256(first, load<__m128i>(other), 1));
+    }
+    if constexpr (sizeof(V) == 16) {
+        const __m128i first = _mm_loadl_epi64(static_cast<const __m128i*>(one));
+        return bits<V>(
+            _mm_unpacklo_epi64(first, _mm_loadl_epi64(static_cast<const __m128i*>(other))));
+    }
+#endif
+    V result;
+    std::memcpy(&result, one, sizeof(V) / 2);
+    std::memcpy(reinterpret_cast<char*>(&result) + sizeof(V) / 2, other, sizeof(V) / 2);
     return result;
 }
 
@@ -46,13 +86,7 @@ inline void store(void* target, V value) {
     std::memcpy(target, &value, sizeof(V));
 }
 
-template <class To, class From>
-inline To bits(From from) {
-    static_assert(sizeof(To) == sizeof(From), "bits of another size");
-    To to;
-    std::memcpy(&to, &from, sizeof(To));
-    return to;
-}
+constexpr float kNone = -std::numeric_limits<float>::infinity();
 
 inline Floats splat(float value) { return Floats{} + value; }
 
@@ -113,6 +147,18 @@ inline uint16_t float_to_half(float value) {
     return static_cast<uint16_t>(sign | (word >> 13));
 }
 
+inline Halves float_to_half(Floats value) {
+#if defined(__AVX512F__)
+    return bits<Halves>(_mm512_maskz_cvtps_ph(0xffff, bits<__m512>(value), 0));
+#elif defined(__F16C__)
+    return bits<Halves>(_mm256_cvtps_ph(bits<__m256>(value), 0));
+#else
+    Halves result;
+    for (int lane = 0; lane < kLanes; ++lane) result[lane] = float_to_half(value[lane]);
+    return result;
+#endif
+}
+
 // -- Shuffles ---------------------------------------------------------------------------------
 
 #if defined(__clang__)
@@ -140,6 +186,89 @@ template <class V>
 inline V interleave_high(V one, V other) {
     constexpr int count = kElements<V>;
     return interleave_from<count / 2>(one, other, std::make_index_sequence<count>{});
+}
+
+// Blocks of four words, whose order is cheaper to change than that of words.
+constexpr int kBlockWords = 4, kBlocks = kLanes / kBlockWords;
+
+// One block in all of a vector's.
+inline Words repeat_block(const uint32_t* source) {
+#if defined(__AVX512F__)
+    return bits<Words>(_mm512_broadcast_i32x4(load<__m128i>(source)));
+#elif defined(__AVX2__)
+    return bits<Words>(_mm256_broadcastsi128_si256(load<__m128i>(source)));
+#else
+    return load<Words>(source);
+#endif
+}
+
+// Every other block of two vectors in a row, from block First on.
+template <int First, std::size_t... I>
+inline Words alternate_blocks(Words one, Words other, std::index_sequence<I...>) {
+    return STEPGRAPH_SHUFFLE(
+        Words, one, other,
+        (int(I) / kBlockWords * 2 * kBlockWords + First * kBlockWords + int(I) % kBlockWords)...);
+}
+
+// Blocks First + 0 of one vector, First + 0 of the other, First + 1, ...: undoes the above.
+template <int First, std::size_t... I>
+inline Words interleave_blocks(Words one, Words other, std::index_sequence<I...>) {
+    constexpr int pair = 2 * kBlockWords;
+    return STEPGRAPH_SHUFFLE(
+        Words, one, other,
+        (int(I) / pair * kBlockWords + First * kBlockWords + int(I) % kBlockWords +
+         int(I) % pair / kBlockWords * kLanes)...);
+}
+
+// The half of one vector that lane First begins, then the same half of the other.
+template <int First, std::size_t... I>
+inline Words join_halves(Words one, Words other, std::index_sequence<I...>) {
+    return STEPGRAPH_SHUFFLE(
+        Words, one, other, (int(I) % (kLanes / 2) + First + int(I) / (kLanes / 2) * kLanes)...);
+}
+
+// Transposes a matrix of 2 by 2 or 4 by 4 blocks. halves[i][0] holds the first halves of rows 2 i
+// and 2 i + 1, halves[i][1] the others: loading them so spares the first round of shuffles.
+inline void transpose_halves(
+    const Words (&halves)[(kBlocks + 1) / 2][2], Words (&result)[kBlocks]) {
+    constexpr auto lanes = std::make_index_sequence<kLanes>{};
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+        if constexpr (kBlocks == 4) {
+            result[2 * i] = alternate_blocks<0>(halves[0][i], halves[1][i], lanes);
+            result[2 * i + 1] = alternate_blocks<1>(halves[0][i], halves[1][i], lanes);
+        } else {
+            result[i] = halves[0][i];
+        }
+    }
+}
+
+// In each block, from its element First on: one's element, other's, one's next, ...
+template <int First, class V, std::size_t... I>
+inline V interleave_in_blocks(V one, V other, std::index_sequence<I...>) {
+    constexpr int count = sizeof...(I), block = count / kBlocks;
+    return STEPGRAPH_SHUFFLE(
+        V, one, other,
+        (int(I) / block * block + First + int(I) % block / 2 + (I % 2 ? count : 0))...);
+}
+
+template <class V>
+inline V interleave_in_blocks_low(V one, V other) {
+    return interleave_in_blocks<0>(one, other, std::make_index_sequence<kElements<V>>{});
+}
+
+template <class V>
+inline V interleave_in_blocks_high(V one, V other) {
+    constexpr int count = kElements<V>;
+    return interleave_in_blocks<count / kBlocks / 2>(one, other, std::make_index_sequence<count>{});
+}
+
+// Adds both halves of each block, and interleaves the sums of one and other by units of Unit.
+template <class Unit>
+inline Floats fold_blocks(Floats one, Floats other) {
+    typedef Unit Units __attribute__((vector_size(sizeof(Floats))));
+    return bits<Floats>(interleave_in_blocks_low(bits<Units>(one), bits<Units>(other))) +
+        bits<Floats>(interleave_in_blocks_high(bits<Units>(one), bits<Units>(other)));
 }
 
 // Interleaving row i with row i + n / 2, log2(n) times, transposes an n by n matrix.

@@ -139,7 +139,8 @@ inline void draw(const DrawCall& call, int row) {
 }  // namespace stepgraph
 
 extern "C" STEPGRAPH_EXPORT void stepgraph_draw(const stepgraph::DrawCall* call) {
-    stepgraph::Phases phases;
-    phases.add(static_cast<int>(call->num_rows), [call](int row) { stepgraph::draw(*call, row); });
-    phases.run(static_cast<int>(call->num_threads), [] {});
+    stepgraph::run_team(static_cast<int>(call->num_threads), [call](stepgraph::Worker& worker) {
+        worker.share(
+            static_cast<int>(call->num_rows), [call](int row) { stepgraph::draw(*call, row); });
+    });
 }

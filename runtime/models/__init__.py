@@ -4,7 +4,8 @@ from .checkpoint import stored_dtype
 from .config import SUPPORTED_ARCHITECTURES, DecoderConfig, load_decoder_config
 from .decoder import PLAIN_REGIONS, Decoder, Regions
 from .linear import pack_refusal
-from .native_region import native_regions, region_refusal
+from .native_forward import NativeForward
+from .native_region import region_refusal
 from .packing import pack_decoder
 from .rotary import RopeConfig
 from .weights import DecoderWeights, Packing, load_decoder
@@ -15,12 +16,12 @@ __all__ = [
     "Decoder",
     "DecoderConfig",
     "DecoderWeights",
+    "NativeForward",
     "Packing",
     "Regions",
     "RopeConfig",
     "load_decoder",
     "load_decoder_config",
-    "native_regions",
     "pack_decoder",
     "pack_refusal",
     "region_refusal",

@@ -191,12 +191,15 @@ class Decoder(nn.Module):
         positions: Tensor,
         attend: LayerAttention,
         regions: Regions | None = None,
+        *,
+        rows: Tensor | None = None,
     ) -> Tensor:
         """Final hidden states [T, hidden_size], normalised, of a flat batch.
 
         `input_ids` [T] int32 or int64 below vocab_size; `positions` [T] int64 below
         max_position_embeddings; `attend` is called once per layer, in order; `regions` are run
-        between those calls, None: the plain ones.
+        between those calls, None: the plain ones; of all states only `rows` [n] int64 are returned,
+        None: all of them.
         """
         regions = regions or PLAIN_REGIONS
         inputs, rotary = regions.enter(self, input_ids, positions)
@@ -204,7 +207,8 @@ class Decoder(nn.Module):
             attended = attend(index, inputs.query, inputs.key, inputs.value)
             inputs = regions.between(layer, next_layer, attended, inputs.residual, rotary)
         attended = attend(len(self.layers) - 1, inputs.query, inputs.key, inputs.value)
-        return regions.leave(self, attended, inputs.residual)
+        hidden = regions.leave(self, attended, inputs.residual)
+        return hidden if rows is None else hidden.index_select(0, rows)
 
     def enter(self, input_ids: Tensor, positions: Tensor) -> tuple[AttentionInputs, RotaryFactors]:
         """The region before the first attention call."""

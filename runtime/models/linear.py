@@ -123,7 +123,8 @@ def pack(
     Args:
         weight: on the CPU.
         int8: round each output's weights to 127 steps on either side of zero, symmetrically.
-            Activations stay bfloat16, and products with them are exact.
+            Activations stay bfloat16 or, where the CPU multiplies bytes, are rounded to 16 bits in
+            fixed point below the largest one of their row (csrc/fixed.h); products are exact.
         memory: [packed_bytes(weight, int8=int8)] uint8 that the copy fills; None: memory of its
             own.
         level: the vector instructions to use, a name from usable_levels(); None takes the best.

@@ -8,7 +8,6 @@ ten million. The kernel is csrc/region.h.
 from __future__ import annotations
 
 import ctypes
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,9 +16,8 @@ from torch import Tensor
 from attention.native_build import load_library
 from graphs.host_graph import leaf
 
-from .decoder import AttentionInputs, Regions
+from .decoder import AttentionInputs
 from .linear import PANEL, PackedWeight, num_threads
-from .rotary import gather_rotary
 
 if TYPE_CHECKING:
     from .decoder import Decoder, DecoderLayer
@@ -33,17 +31,20 @@ _ADDRESSES = (
     *("attended", "residual", "o_weight", "o_scales", "o_bias", "post_norm"),
     *("gate_up_weight", "gate_up_scales", "gate_up_bias", "down_weight", "down_scales"),
     *("down_bias", "norm", "qkv_weight", "qkv_scales", "qkv_bias", "qk_norm", "cos", "sin"),
-    *("new_residual", "out"),
 )
+_ROTATION = (("rotary_stride", ctypes.c_int64), ("positions", ctypes.c_void_p))
+_RESULTS = ("new_residual", "out")
 
 
-class _RegionCall(ctypes.Structure):
+class RegionCall(ctypes.Structure):
     """RegionCall of csrc/region.h."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in _NUMBERS),
         ("eps", ctypes.c_double),
         *((name, ctypes.c_void_p) for name in _ADDRESSES),
+        *_ROTATION,
+        *((name, ctypes.c_void_p) for name in _RESULTS),
     )
 
 
@@ -65,39 +66,7 @@ def region_refusal(decoder: Decoder) -> str | None:
     return None
 
 
-def native_regions(decoder: Decoder) -> Regions:
-    """Regions of this decoder alone, which region_refusal must have nothing against.
-
-    They hold the weights' addresses: weights may change in place, but not be replaced.
-    """
-    layers = decoder.layers
-    first = _Region(decoder, None, layers[0])
-    last = _Region(decoder, layers[-1], None)
-    inner = {layer: _Region(decoder, layer, following) for layer, following in pairwise(layers)}
-
-    def enter(
-        decoder: Decoder, input_ids: Tensor, positions: Tensor
-    ) -> tuple[AttentionInputs, RotaryFactors]:
-        residual = decoder.embed(input_ids)
-        rotary = gather_rotary(decoder.rotary_table, positions, residual.dtype)
-        return first.project(None, residual, rotary), rotary
-
-    def between(
-        layer: DecoderLayer,
-        next_layer: DecoderLayer,
-        attended: Tensor,
-        residual: Tensor,
-        rotary: RotaryFactors,
-    ) -> AttentionInputs:
-        return inner[layer].project(attended, residual, rotary)
-
-    def leave(decoder: Decoder, attended: Tensor, residual: Tensor) -> Tensor:
-        return last.run(attended, residual, None, None)[0]
-
-    return Regions(enter=enter, between=between, leave=leave)
-
-
-class _Region:
+class NativeRegion:
     """A region's constants, ready for calls.
 
     Args:
@@ -112,7 +81,7 @@ class _Region:
         config = decoder.config
         self._head_dim = config.head_dim
         self._heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        self._width = config.hidden_size
+        self.width = config.hidden_size
         weights: dict[str, Tensor | PackedWeight] = {}
         others: dict[str, Tensor | None] = {"norm": decoder.norm}
         if layer is not None:
@@ -124,21 +93,22 @@ class _Region:
             weights |= {"qkv_weight": next_layer.qkv_weight}
             others |= {"qkv_bias": next_layer.qkv_bias, "qk_norm": next_layer.qk_norm}
             others |= {"norm": next_layer.input_norm}
-            self._width = sum(self._heads) * config.head_dim
+            self.width = sum(self._heads) * config.head_dim
         packed = {name: _packed(weight) for name, weight in weights.items()}
         tensors = others | {name: weight.panels for name, weight in packed.items()}
         tensors |= {
             name.replace("weight", "scales"): weight.scales for name, weight in packed.items()
         }
-        (library,) = {weight.library for weight in packed.values()}
-        self._function = load_library(library).stepgraph_region
-        self._products_per_row = sum(weight.panels.numel() for weight in packed.values())
-        self._constants = _RegionCall(
+        (self.library,) = {weight.library for weight in packed.values()}
+        self._function = load_library(self.library).stepgraph_region
+        self.products_per_row = sum(weight.panels.numel() for weight in packed.values())
+        self.constants = RegionCall(
             hidden=config.hidden_size,
             inner=config.intermediate_size,
             attended_width=config.num_heads * config.head_dim,
-            qkv_width=self._width,
+            qkv_width=self.width,
             head_dim=config.head_dim,
+            rotary_stride=config.head_dim,
             num_rotated_heads=config.num_heads + config.num_kv_heads,
             eps=config.rms_norm_eps,
             **{name: t.data_ptr() for name, t in tensors.items() if t is not None},
@@ -150,9 +120,14 @@ class _Region:
     ) -> AttentionInputs:
         """Run a region that has a next layer."""
         projected, residual = self.run(attended, residual, rotary.cos, rotary.signed_sin)
+        query, key, value = self.split_heads(projected)
+        return AttentionInputs(query=query, key=key, value=value, residual=residual)
+
+    def split_heads(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [T, heads, head_dim], views of such a region's rows."""
         heads = projected.view(projected.shape[0], -1, self._head_dim)
         query, key, value = heads.split_with_sizes(self._heads, dim=1)
-        return AttentionInputs(query=query, key=key, value=value, residual=residual)
+        return query, key, value
 
     @leaf
     def run(
@@ -160,10 +135,10 @@ class _Region:
     ) -> tuple[Tensor, Tensor]:
         """Projected and rotated rows, or normalised ones, and the new residual."""
         assert residual.dtype == torch.bfloat16 and residual.is_contiguous()
-        call = _RegionCall.from_buffer_copy(self._constants)
+        call = RegionCall.from_buffer_copy(self.constants)
         num_rows = residual.shape[0]
         call.num_rows = num_rows
-        call.num_threads = num_threads(num_rows * self._products_per_row)
+        call.num_threads = num_threads(num_rows * self.products_per_row)
         call.residual = residual.data_ptr()
         if attended is not None:
             attended = attended.flatten(1)
@@ -175,7 +150,7 @@ class _Region:
         if cos is not None and sin is not None:
             assert cos.is_contiguous() and sin.is_contiguous()
             call.cos, call.sin = cos.data_ptr(), sin.data_ptr()
-        out = residual.new_empty((num_rows, self._width))
+        out = residual.new_empty((num_rows, self.width))
         call.out = out.data_ptr()
         self._function(ctypes.byref(call))
         return out, residual

@@ -173,7 +173,11 @@ def test_options_in_cxx_reach_the_compiler(monkeypatch: pytest.MonkeyPatch) -> N
         ("avx2 fma f16c", "avx2"),
         ("avx2 fma", "generic"),
         ("avx2 fma f16c avx512f avx512bw avx512dq avx512vl", "avx512"),
-        ("avx2 fma f16c avx512f avx512bw avx512dq avx512vl avx512_bf16", "avx512_bf16"),
+        ("avx2 fma f16c avx512f avx512bw avx512dq avx512vl avx512_bf16", "avx512"),
+        (
+            "avx2 fma f16c avx512f avx512bw avx512dq avx512vl avx512_bf16 avx512_vnni",
+            "avx512_bf16",
+        ),
         (
             "avx2 fma f16c avx512f avx512bw avx512dq avx512vl avx512_bf16 amx_tile amx_bf16",
             "amx",

@@ -45,12 +45,12 @@ class Failing:
         self._calls_left = from_call
         self.is_on = True
 
-    def __call__(self, input_ids, positions, attend):
+    def __call__(self, input_ids, positions, attend, rows=None):
         if self.is_on and len(input_ids) == self._size:
             self._calls_left -= 1
             if self._calls_left < 0:
                 raise self._error
-        return self._model(input_ids, positions, attend)
+        return self._model(input_ids, positions, attend, rows=rows)
 
 
 def all_traffic() -> list[Traffic]:
@@ -91,7 +91,7 @@ def test_a_size_that_fails_is_dropped_by_name_and_its_steps_are_served(
 
 
 def test_without_any_graph_every_step_is_served_eagerly(model):
-    def failing(input_ids, positions, attend):
+    def failing(input_ids, positions, attend, rows=None):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     setup = Setup(model, "full_and_piecewise", model_to_capture=failing, captures=False)
@@ -190,7 +190,7 @@ def test_a_trial_passes_over_sizes_that_fail_and_says_nothing_yet(model, caplog)
     assert trial.runner.captured_sizes("piecewise") == (8, 12)
     assert not caplog.records
 
-    def never(input_ids, positions, attend):
+    def never(input_ids, positions, attend, rows=None):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     assert Setup(model, "full", model_to_capture=never, captures=False).runner.measure() == []

@@ -104,7 +104,7 @@ def test_captures_from_the_largest_down_under_the_callers_progress_bar(model):
 
 
 def test_a_size_that_fails_to_capture_is_left_out_and_named(model, caplog):
-    def forward(input_ids, positions, attend):
+    def forward(input_ids, positions, attend, rows=None):
         if len(input_ids) == 4:
             raise torch.OutOfMemoryError("out of memory")
         return model(input_ids, positions, attend)
@@ -124,7 +124,7 @@ def test_a_size_that_fails_to_capture_is_left_out_and_named(model, caplog):
 
 
 def test_a_forward_that_cannot_be_captured_still_serves(model):
-    def forward(input_ids, positions, attend):
+    def forward(input_ids, positions, attend, rows=None):
         assert positions.max().item() >= 0
         return model(input_ids, positions, attend)
 
@@ -253,7 +253,7 @@ def differs(setup, traffic):
 def test_defect_host_number_of_the_batch_in_the_forward(model, mode):
     batch = {"scale": 1.0}
 
-    def forward(input_ids, positions, attend):
+    def forward(input_ids, positions, attend, rows=None):
         return model(input_ids, positions, attend) * batch["scale"]
 
     setup = Setup(model, mode, model_to_capture=forward)
@@ -318,7 +318,7 @@ def test_defect_intermediate_kept_across_replays_of_another_size(model, mode, ke
     largest = MAX_SEQS if mode == "full" else BUDGET
     saved = {}
 
-    def forward(input_ids, positions, attend):
+    def forward(input_ids, positions, attend, rows=None):
         ones = (positions * 0 + 1)[:, None].to(torch.float32)
         if len(positions) == largest:
             saved["ones"] = ones

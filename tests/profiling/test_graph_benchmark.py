@@ -1,14 +1,16 @@
-"""The benchmark of graph modes, on a CPU with the emulation of graphs."""
+"""The benchmark of graph modes: on a CPU with the emulation of graphs, on a GPU as it is meant."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,3 +84,42 @@ def test_sizes_can_be_chosen_and_what_finds_no_memory_is_skipped(
     assert steps_of(report, "none", "decode")[3]["skipped"] == "too little KV memory"
     assert steps_of(report, "none", "mixed")[50]["skipped"] == "too little KV memory"
     assert "skipped" in capsys.readouterr().out
+
+
+# What a GPU should run, the shape of Qwen3-0.6B but for the vocabulary, with random weights.
+SHAPE = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is present")
+@pytest.mark.skipif(
+    importlib.util.find_spec("flashinfer") is None, reason="flashinfer is not installed"
+)
+def test_a_gpus_captures_memory_and_steps_are_measured(
+    benchmark, checkpoint, tmp_path, capsys, monkeypatch
+):
+    """With compiled layers and without; the tables are printed past pytest's capture."""
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint("qwen3"), model)
+    config = json.loads((model / "config.json").read_text()) | SHAPE
+    (model / "config.json").write_text(json.dumps(config | {"layer_types": None}))
+    arguments = ["--model", str(model), "--load-format", "dummy", "--dtype", "bfloat16"]
+    arguments += ["--max-num-seqs", "256", "--max-num-batched-tokens", "2048"]
+    for compiled in ("1", "0"):
+        monkeypatch.setenv("STEPGRAPH_COMPILE", compiled)
+        with capsys.disabled():
+            print(f"\nSTEPGRAPH_COMPILE={compiled}")
+            benchmark.main([str(tmp_path / compiled), *arguments])
+        report = json.loads((tmp_path / compiled / "graph_benchmark.json").read_text())
+        for mode, result in report["modes"].items():
+            assert result["dropped"] == {}
+            assert (result["graph_bytes"] > 0) == (mode != "none") == bool(result["captures"])
+            assert {step["kind"] for step in result["steps"]} == {"decode", "mixed"}
+            assert not any("skipped" in step for step in result["steps"])

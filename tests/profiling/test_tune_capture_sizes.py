@@ -16,6 +16,7 @@ import tune_capture_sizes
 from ladder_search import LadderCost, StepSizes, choose, search
 
 from graphs.capture_sizes import CaptureLadders, parse_capture_sizes
+from runtime import LLM, SamplingParams
 
 TRACE = Path(__file__).parents[1] / "data" / "azure_conversation_head200.csv"
 
@@ -166,6 +167,23 @@ def test_measured_captures_and_steps_are_used_where_they_are_there(
     out = capsys.readouterr().out
     assert "step times measured; 3 ms more without a graph" in out
     assert "a capture costs 2000.00 us a step" in out
+
+
+def test_an_engines_own_statistics_are_read(monkeypatch, capsys, checkpoint, tmp_path):
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64}
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with LLM(checkpoint("llama"), device="cpu", graph_mode="full_and_piecewise", **sizes) as llm:
+        llm.generate([[5] * n for n in (3, 9, 20, 30)], params, use_tqdm=False)
+        stats = llm.stats()
+    path = tmp_path / "stats.json"
+    path.write_text(json.dumps(stats))
+    limits = ("--max-num-seqs", "4", "--budget", "32", "--max-captures", "6")
+    run(monkeypatch, str(path), *limits, "--steps", "100")
+    out = capsys.readouterr().out
+    num_steps = stats["num_steps"]
+    assert f"{num_steps} steps; step times measured" in out
+    [line] = re.findall(r"^export STEPGRAPH_CAPTURE_SIZES=(.+)$", out, re.MULTILINE)
+    assert max(parse_capture_sizes(line)) <= 32
 
 
 def test_a_plot_is_drawn_or_its_absence_said_once(monkeypatch, capsys, stats, tmp_path):

@@ -55,6 +55,24 @@ def test_several_event_loops_and_engines_work_side_by_side(llm, checkpoint, offl
     run(other.shutdown())
 
 
+def test_the_statistics_of_steps_are_given_while_it_runs_and_logged_at_its_end(llm, caplog):
+    async def main():
+        await final(llm.generate("abc", greedy(5)))
+        return await llm.stats()
+
+    stats = run(main())
+    assert sum(bucket["steps"] for bucket in stats["buckets"]) == stats["num_steps"] == 5
+    with caplog.at_level("INFO", logger="stepgraph.runtime"):
+        run(llm.shutdown())
+    assert "steps:\nmode         size    steps" in caplog.text
+
+    async def too_late():
+        await llm.stats()
+
+    with pytest.raises(EngineDeadError, match="shut down"):
+        run(too_late())
+
+
 def test_a_loop_that_closes_with_open_streams_ends_their_requests(llm):
     streams = []
 

@@ -1,4 +1,4 @@
-"""What the engine makes of its attention options: block size, cache directory, graphs."""
+"""What the engine makes of its attention options: block size, graphs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 import pytest
 from torch.nn.attention import varlen
 
-from attention import native_backend
 from attention.flash_attn_backend import FlashAttnBackend
 from graphs.host_graph import leaf
 from runtime import LLM, SamplingParams
@@ -50,19 +49,3 @@ def test_flash_attn_gets_its_block_size_and_full_graphs_of_decode(checkpoint):
     # float16 sums in another order: tokens may part ways later, but not at once.
     assert [ids[0] for ids in graphs] == [ids[0] for ids in eager]
     assert [ids[0] for ids in graphs] == [ids[0] for ids in torch_tokens]
-
-
-def test_the_built_library_is_kept_in_the_cache_directory(checkpoint, tmp_path, monkeypatch):
-    built, usable_library = set(), native_backend.usable_library
-
-    def recording(source, level, cache_dir):
-        built.add(cache_dir)
-        return usable_library(
-            source, level
-        )  # the one that is there already: building takes seconds
-
-    monkeypatch.setattr(native_backend, "usable_library", recording)
-    monkeypatch.setenv("STEPGRAPH_CACHE_DIR", str(tmp_path))
-    with LLM(checkpoint("llama"), max_model_len=64, max_num_seqs=2) as llm:
-        assert llm.engine.config.cache_dir == tmp_path
-    assert built == {tmp_path}

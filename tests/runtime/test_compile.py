@@ -59,14 +59,14 @@ def tracing(path):
     return RegionCompiler(compile_graph=lambda graph, _: graph.forward, on_recompilation=fail)
 
 
-def load(path, dtype, num_layers=2) -> Decoder:
+def load(path, dtype, num_layers=2, device=CPU) -> Decoder:
     """A checkpoint's decoder, its layers repeated up to a number."""
     config = load_decoder_config(path)
-    decoder = load_decoder(config, path, dtype=dtype, device=CPU)
+    decoder = load_decoder(config, path, dtype=dtype, device=device)
     config = dataclasses.replace(
         config, num_layers=num_layers, windows=config.windows[:1] * num_layers
     )
-    longer = Decoder(config, dtype=dtype, device=CPU)
+    longer = Decoder(config, dtype=dtype, device=device)
     parameters = dict(decoder.named_parameters())
     for name, parameter in longer.named_parameters():
         parts = name.split(".")
@@ -78,7 +78,7 @@ def load(path, dtype, num_layers=2) -> Decoder:
 
 def pack(decoder):
     """As the engine does where it can, which is in bfloat16."""
-    if pack_refusal(decoder.embed_tokens.dtype, CPU) is None:
+    if pack_refusal(decoder.embed_tokens.dtype, decoder.norm.device) is None:
         pack_decoder(decoder)
 
 
@@ -94,8 +94,15 @@ def forward(decoder, num_tokens, regions=None):
     generator = torch.Generator().manual_seed(num_tokens)
     ids = torch.randint(0, 256, (num_tokens,), generator=generator, dtype=torch.int32)
     positions = torch.randint(0, 2048, (num_tokens,), generator=generator)
+    ids, positions = ids.to(decoder.norm.device), positions.to(decoder.norm.device)
     with torch.inference_mode():  # a batch's tensors are made outside of it
         return decoder(ids, positions, attend, regions)
+
+
+def check_compilations(stats):
+    assert set(stats["regions"]) == {"enter", "between", "leave"}
+    for region in stats["regions"].values():
+        assert (region["num_compilations"], region["num_recompilations"]) == (2, 0)
 
 
 # -- how often ----------------------------------------------------------------------------------
@@ -103,8 +110,11 @@ def forward(decoder, num_tokens, regions=None):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_two_compilations_per_region_serve_forty_token_counts(checkpoint, tmp_path, family, dtype):
-    decoder = load(checkpoint(family), dtype, num_layers=4)
+@pytest.mark.parametrize("device", DEVICES)
+def test_two_compilations_per_region_serve_forty_token_counts(
+    checkpoint, tmp_path, device, family, dtype
+):
+    decoder = load(checkpoint(family), dtype, num_layers=4, device=torch.device(device))
     pack(decoder)
     layers = compile_layers(
         decoder, max_tokens=MAX_TOKENS, cache_dir=tmp_path, new_compiler=tracing
@@ -115,10 +125,7 @@ def test_two_compilations_per_region_serve_forty_token_counts(checkpoint, tmp_pa
     for num_tokens in counts:
         result = forward(decoder, num_tokens, layers.regions)
         assert torch.equal(result, forward(decoder, num_tokens))
-    regions = layers.as_dict()["regions"]
-    assert set(regions) == {"enter", "between", "leave"}
-    for statistics in regions.values():
-        assert (statistics["num_compilations"], statistics["num_recompilations"]) == (2, 0)
+    check_compilations(layers.as_dict())
 
 
 # -- what they compute --------------------------------------------------------------------------
@@ -127,11 +134,12 @@ def test_two_compilations_per_region_serve_forty_token_counts(checkpoint, tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("device", DEVICES)
 def test_compiled_layers_are_as_near_to_the_exact_result_as_plain_ones(
-    checkpoint, compile_cache, family, dtype
+    checkpoint, compile_cache, device, family, dtype
 ):
     """And as near to these as two ways of rounding can be."""
-    decoder = load(checkpoint(family), dtype, num_layers=3)
+    decoder = load(checkpoint(family), dtype, num_layers=3, device=torch.device(device))
     exact = copy.deepcopy(decoder).double()
     pack(decoder)
     layers = compile_layers(
@@ -146,6 +154,7 @@ def test_compiled_layers_are_as_near_to_the_exact_result_as_plain_ones(
         assert error < 200 * torch.finfo(dtype).eps * wanted.norm()
         assert (compiled - wanted).norm() < 1.5 * error
         assert (compiled - plain).norm() < 2 * error
+    check_compilations(layers.as_dict())
 
 
 def run(path, **options):
@@ -168,8 +177,7 @@ def run(path, **options):
 def check_statistics(stats):
     assert stats["compile"]["enabled"]
     assert json.loads(json.dumps(stats)) == stats
-    for region in stats["compile"]["regions"].values():
-        assert (region["num_compilations"], region["num_recompilations"]) == (2, 0)
+    check_compilations(stats["compile"])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -289,7 +297,7 @@ def test_another_process_compiles_nothing(checkpoint, compiled_once):
 def start(checkpoint, tmp_path):
     """Starts an engine's layers with a compiler that only keeps a file; tells where it did."""
 
-    def start(**changes):
+    def start(*, family="llama", dtype=torch.float32, **changes):
         places = []
 
         def note(path):
@@ -297,7 +305,7 @@ def start(checkpoint, tmp_path):
             return tracing(path)
 
         options = {"max_tokens": MAX_TOKENS, "cache_dir": tmp_path, "new_compiler": note} | changes
-        layers = compile_layers(load(checkpoint("llama"), torch.float32), **options)
+        layers = compile_layers(load(checkpoint(family), dtype), **options)
         assert layers.reason is None
         (place,) = places
         return place
@@ -330,10 +338,22 @@ def test_damaged_code_is_made_anew(start, tmp_path, caplog, damage):
     assert "whose compiled code is damaged" in caplog.text
 
 
-def test_other_sizes_are_kept_apart(start, tmp_path):
+@pytest.mark.parametrize(
+    "change",
+    [{"max_tokens": MAX_TOKENS + 1}, {"family": "qwen2"}, {"dtype": torch.bfloat16}],
+    ids=str,
+)
+def test_other_sizes_models_and_dtypes_are_kept_apart(start, tmp_path, change):
     start()
-    assert start(max_tokens=MAX_TOKENS + 1).name.endswith(".partial")
+    assert start(**change).name.endswith(".partial")
     assert len(list(tmp_path.glob("compiled/*/kernel"))) == 2
+    assert not start().name.endswith(".partial")
+
+
+def test_what_another_version_of_torch_made_is_not_taken(start, monkeypatch):
+    start()
+    monkeypatch.setattr(torch, "__version__", type(torch.__version__)("99.1"))
+    assert start().name.endswith(".partial")
 
 
 def test_a_cache_that_cannot_be_written_costs_a_warning_only(start, tmp_path, caplog):

@@ -1,8 +1,12 @@
-"""The whole engine on the FlashInfer backend, over its stand-in, with every kind of graph."""
+"""The whole engine on the FlashInfer backend, with every kind of graph: over its stand-in, and over
+the package itself on a GPU."""
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
+import torch
 
 from attention import FlashInferOptions, selection
 from runtime import LLM, SamplingParams
@@ -11,6 +15,19 @@ from tests.runtime.other_weights import other_weights
 
 PROMPTS = [[(11 * i + j) % 250 for j in range(n)] for i, n in enumerate((1, 7, 16, 33, 60, 90))]
 SIZES = "1,2,4,8,16,32"
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=(
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is present"),
+            pytest.mark.skipif(
+                importlib.util.find_spec("flashinfer") is None, reason="flashinfer is not installed"
+            ),
+        ),
+    ),
+]
 
 
 @pytest.fixture
@@ -58,6 +75,48 @@ def test_every_graph_mode_gives_the_tokens_of_the_reference_backend(checkpoint, 
         }[mode]
     )
     assert "changed plan" not in stats["falls"]
+
+
+def greedy(path, **options):
+    """Ids and log-probabilities of twelve requests, half of them cached, and the statistics."""
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=2)
+    limits = {"max_model_len": 128, "max_num_batched_tokens": 32, "num_kv_blocks": 10}
+    options |= {"dtype": "float16", "attention_backend": "flashinfer"}
+    with LLM(path, **limits, **options) as llm:
+        outputs = [o for _ in range(2) for o in llm.generate(PROMPTS, params, use_tqdm=False)]
+        llm.engine.check_integrity()
+        return [output.outputs[0] for output in outputs], llm.engine.stats()
+
+
+def assert_same_but_for_ties(outputs, expected, tie=0.1):
+    """In float16 two tokens that are nearly as likely may change places, and then all parts."""
+    for output, wanted in zip(outputs, expected, strict=True):
+        for place, pair in enumerate(zip(output.token_ids, wanted.token_ids, strict=True)):
+            likeliest = sorted((p.logprob for p in wanted.logprobs[place].values()), reverse=True)
+            if pair[0] != pair[1]:
+                assert likeliest[0] - likeliest[1] < tie, f"{pair[0]} for {pair[1]} at {place}"
+                break
+            assert abs(output.logprobs[place][pair[0]].logprob - likeliest[0]) < tie
+
+
+@pytest.mark.parametrize("mode", ["full", "piecewise", "full_and_piecewise"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_graphs_of_a_devices_own_kernels_give_the_tokens_of_eager_steps(
+    checkpoint, device, mode, request
+):
+    """With preemption and prefix hits; on a GPU over compiled layers, against plain ones."""
+    if device == "cpu":
+        request.getfixturevalue("on_double")
+    path = checkpoint("wide_heads")
+    expected, _ = greedy(path, device=device, graph_mode="none", compile=False)
+    options = {"graph_mode": mode, "capture_sizes": SIZES, "compile": device != "cpu"}
+    outputs, stats = greedy(path, device=device, **options)
+    assert_same_but_for_ties(outputs, expected)
+    assert (stats["dropped"], stats["falls"]) == ({}, {})
+    assert stats["compile"]["enabled"] == (device != "cpu")
+    assert stats["num_preemptions"] > 0
+    taken = {bucket["mode"] for bucket in stats["buckets"]}
+    assert taken == set(mode.split("_and_")) | ({"eager"} if mode == "full" else set())
 
 
 @pytest.mark.parametrize("overlap", [False, True])

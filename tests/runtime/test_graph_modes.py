@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from attention.native_build import usable_levels
-from graphs import GraphRunner
 from graphs.captured_graphs import CapturedGraphs
 from runtime import LLM, ConfigError, SamplingParams
 from runtime.model_runner import ModelRunner
@@ -201,32 +200,31 @@ def test_smollm2_under_graphs_of_three_sizes_gives_the_tokens_of_eager_steps(smo
 # One choice of size
 
 
-@pytest.mark.parametrize("sizes", [SIZES, "3,8,20", None])
+@pytest.mark.parametrize(
+    ("sizes", "overlap"), [(SIZES, False), ("3,8,20", False), (None, False), ("3,8,20", True)]
+)
 @pytest.mark.parametrize("mode", ["none", *MODES])
-def test_the_schedulers_bucket_is_the_size_that_is_launched(checkpoint, mode, sizes, monkeypatch):
+def test_the_schedulers_bucket_is_the_size_that_is_launched(
+    checkpoint, mode, sizes, overlap, monkeypatch
+):
     """Also where decode sizes are cut at the most sequences, and steps fall off the ladder."""
-    launches = []
-    dispatch = GraphRunner.dispatch
+    steps = []
+    run_forward = ModelRunner._run_forward
 
-    def spy(self, *args):
-        launches.append(dispatch(self, *args))
-        return launches[-1]
+    def spy(self, batch, scheduled, graphs):
+        forward = run_forward(self, batch, scheduled, graphs)
+        steps.append((scheduled.bucket, forward.launch))
+        return forward
 
-    monkeypatch.setattr(GraphRunner, "dispatch", spy)
-    execute = ModelRunner.execute
-
-    def compare(self, scheduled):
-        output = execute(self, scheduled)
-        launch = launches[-1]
-        assert scheduled.bucket == (0 if launch.mode == "eager" else launch.size)
-        return output
-
-    monkeypatch.setattr(ModelRunner, "execute", compare)
-    _, stats = run(
-        checkpoint("llama"), graph_mode=mode, capture_sizes=sizes, max_num_seqs=5, num_kv_blocks=40
-    )
-    assert len(launches) == stats["num_steps"]
-    assert sum(stats["falls"].values()) == sum(launch.fall != "" for launch in launches)
+    monkeypatch.setattr(ModelRunner, "_run_forward", spy)
+    options = {"graph_mode": mode, "capture_sizes": sizes, "overlap_scheduling": overlap}
+    _, stats = run(checkpoint("llama"), **options, max_num_seqs=5, num_kv_blocks=40)
+    assert [bucket for bucket, _ in steps] == [
+        0 if launch.mode == "eager" else launch.size for _, launch in steps
+    ]
+    assert len(steps) == stats["num_steps"]
+    assert (stats["num_steps_ahead"] > 0) == overlap
+    assert sum(stats["falls"].values()) == sum(launch.fall != "" for _, launch in steps)
 
 
 def test_steps_off_the_ladder_run_eagerly_and_are_counted(checkpoint, eager_tokens):
@@ -245,12 +243,11 @@ def test_no_step_leaves_the_default_ladders(checkpoint, mode):
     assert (stats["ladders"]["mixed"] == []) == (mode == "full")
 
 
-def test_bfloat16_steps_under_graphs_use_packed_weights_too(checkpoint, caplog):
+@pytest.mark.parametrize("mode", MODES)
+def test_bfloat16_steps_under_graphs_use_packed_weights_too(checkpoint, caplog, mode):
     caplog.set_level("INFO", logger="stepgraph.runtime")
     eager, _ = run(checkpoint("llama"), dtype="bfloat16")
-    graphs, stats = run(
-        checkpoint("llama"), dtype="bfloat16", graph_mode="piecewise", capture_sizes=SIZES
-    )
+    graphs, stats = run(checkpoint("llama"), dtype="bfloat16", graph_mode=mode, capture_sizes=SIZES)
     assert (stats["dropped"], stats["falls"]) == ({}, {})
     assert len({line for line in caplog.messages if line.startswith("weights packed")}) == 1
     if "weights packed: yes, in bfloat16" in caplog.messages and usable_levels()[0] != "amx":
@@ -373,6 +370,8 @@ def test_the_pool_shrinks_by_what_the_graphs_will_take(checkpoint, monkeypatch):
     assert (plain, estimate) == ((12 << 20) // block, 0)
     fewer, estimate = num_blocks(graph_mode="full_and_piecewise", capture_sizes="8,32")
     assert fewer == ((12 << 20) - estimate) // block
+    late = num_blocks(graph_mode="full_and_piecewise", capture_sizes="8,32", lazy_capture=True)
+    assert late == (fewer, estimate), "memory is set aside for graphs that come later"
     _, estimate = num_blocks(graph_mode="piecewise", capture_sizes="8", num_kv_blocks=20)
     assert estimate is None, "nothing is tried where the pool's size is given"
 

@@ -1,4 +1,4 @@
-"""Which weights and regions an engine chooses, and that it says so."""
+"""Which weights and regions an engine chooses, that it says so, and where it keeps libraries."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import statistics
 
 import pytest
 
+from attention import native_backend
 from attention.native_build import NativeBuildError, find_compiler
-from runtime import LLM, ConfigError, SamplingParams
+from runtime import LLM, ConfigError, SamplingParams, native_sampler
+from runtime.models import linear
 
 SIZES = {"max_model_len": 64, "max_num_seqs": 4}
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
@@ -59,6 +61,24 @@ def test_without_a_compiler_steps_run_with_plain_weights_after_one_warning(
         LLM(checkpoint("llama"), dtype="bfloat16", quantization="int8", **SIZES)
 
 
+def test_every_native_library_is_kept_in_the_cache_directory(checkpoint, tmp_path, monkeypatch):
+    kept, usable_library = {}, native_backend.usable_library
+
+    def recording(source, level, cache_dir=None):
+        kept.setdefault(source.name, set()).add(cache_dir)
+        return usable_library(source, level)  # the one there is already: building takes seconds
+
+    for module in (native_backend, linear, native_sampler):
+        monkeypatch.setattr(module, "usable_library", recording)
+    monkeypatch.setenv("STEPGRAPH_CACHE_DIR", str(tmp_path))
+    with LLM(checkpoint("llama"), dtype="bfloat16", **SIZES) as llm:
+        assert llm.engine.config.cache_dir == tmp_path
+        llm.sleep(2)
+        llm.wake_up()
+        llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)
+    assert kept == {name: {tmp_path} for name in ("attention", "layers", "sampler")}
+
+
 @pytest.mark.parametrize("compile_layers", [False, True])
 def test_int8_weights_give_nearly_the_logprobs_of_bfloat16(checkpoint, compile_layers):
     prompts = [[(7 * i + j) % 250 for j in range(n)] for i, n in enumerate((3, 20, 41))]
@@ -67,6 +87,8 @@ def test_int8_weights_give_nearly_the_logprobs_of_bfloat16(checkpoint, compile_l
     def logprobs(**options):
         with LLM(checkpoint("llama"), dtype="bfloat16", **SIZES, **options) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)
+            regions = llm.stats()["compile"]["regions"].values()
+            assert sum(region["num_recompilations"] for region in regions) == 0
         return [
             next(iter(entry.values())).logprob for o in outputs for entry in o.prompt_logprobs[1:]
         ]

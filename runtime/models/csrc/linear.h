@@ -1,14 +1,32 @@
-// One product as a phase of tasks, and what becomes of its sums.
+// One product as a phase of a team's work, and what becomes of its sums.
 #pragma once
 
-#include "panels.h"
-#include "rows.h"
+#include <vector>
+
+#include "blocks.h"
 #include "threads.h"
 
 namespace stepgraph {
 
+constexpr int kRowsPerTask = 4;
+constexpr int kRowsAlone = 4;
+
+// Whether each thread prepares all rows for itself, which takes less time than waiting.
+inline bool prepares_alone(int64_t num_rows) { return num_rows <= kRowsAlone; }
+
+// A phase that calls function(row) for each row.
+template <class Function>
+void share_rows(Worker& worker, int64_t num_rows, const Function& function) {
+    const int num_tasks = static_cast<int>((num_rows + kRowsPerTask - 1) / kRowsPerTask);
+    worker.share(num_tasks, [=](int task) {
+        const int64_t first = int64_t{task} * kRowsPerTask;
+        const int64_t last = std::min(first + kRowsPerTask, num_rows);
+        for (int64_t row = first; row < last; ++row) function(row);
+    });
+}
+
 struct Product {
-    Rows x;
+    Input x;
     Weight weight;
     const uint16_t* bias;  // [weight.outputs]; null: none
     int64_t num_rows;
@@ -22,12 +40,46 @@ struct Product {
     }
 };
 
-// Calls use(row, output, value, lanes) for each vector of outputs.
+// Memory for rows in fixed point: one copy, or one of each thread.
+class FixedMemory {
+public:
+    // Makes room for rows of so many inputs, if the weights are in int8.
+    void reserve(int64_t num_rows, int64_t inputs, int64_t num_threads, bool is_int8) {
+        if (!kHasFixedRows || !is_int8) return;
+        const int64_t copies = prepares_alone(num_rows) ? num_threads : 1;
+        copy_bytes_ = num_rows * FixedRows::row_bytes(inputs);
+        if (memory_.size() < copies * copy_bytes_) memory_.resize(copies * copy_bytes_);
+    }
+
+    // The product, its rows rounded if its weight wants that: by each thread, or in a phase.
+    Product prepared(Worker& worker, Product product) {
+        if (!kHasFixedRows || !product.weight.scales) return product;
+        const int64_t inputs = 2 * product.weight.pairs, num_rows = product.num_rows;
+        const bool alone = prepares_alone(num_rows);
+        // A thread that comes late may still write its copy when others are at later products.
+        const FixedRows fixed(memory_.data() + (alone ? worker.index() * copy_bytes_ : 0), inputs);
+        const Rows rows = product.x.rows;
+        const auto round = [=](int64_t row) { fixed.from(row).set(rows.from(row).data); };
+        if (alone) {
+            for (int64_t row = 0; row < num_rows; ++row) round(row);
+        } else {
+            share_rows(worker, num_rows, round);
+        }
+        product.x.fixed = fixed;
+        return product;
+    }
+
+private:
+    std::vector<char> memory_;
+    std::size_t copy_bytes_ = 0;
+};
+
+// A phase that calls use(row, output, value, lanes) for each vector of outputs.
 template <class Use>
-void add_product(Phases& phases, const Product& product, const Use& use) {
+void multiply(Worker& worker, const Product& product, const Use& use) {
     const Weight& weight = product.weight;
     const Grid grid(product.num_rows, weight.num_panels(), product.num_threads);
-    phases.add(grid.num_tasks(), [=](int task) {
+    worker.share(grid.num_tasks(), [&](int task) {
         const Block block(grid, task);
         Sums sums;
         block.multiply(product.x, product.weight, 0, sums);
@@ -55,20 +107,25 @@ struct LinearCall {
 };
 
 inline void run_linear(const LinearCall& call) {
-    Phases phases;
     const Product product{
-        {call.x, call.x_stride}, {call.weight, call.scales, call.inputs / 2, call.outputs}, call.bias,
+        {{call.x, call.x_stride}, {}}, {call.weight, call.scales, call.inputs / 2, call.outputs}, call.bias,
         call.num_rows, static_cast<int>(call.num_threads)};
     uint16_t* out = call.out;
     float* out_float = call.out_float;
     const int64_t stride = call.outputs;
-    add_product(phases, product, [=](int64_t row, int64_t output, Floats value, int lanes) {
+    const auto use = [=](int64_t row, int64_t output, Floats value, int lanes) {
         const int64_t place = row * stride + output;
         if (out) return store_bfloats(out + place, value, lanes);
         const Floats result = rounded(value);
         std::memcpy(out_float + place, &result, lanes * sizeof(float));
+    };
+    static thread_local FixedMemory memory;
+    FixedMemory& fixed = memory;
+    fixed.reserve(call.num_rows, call.inputs, call.num_threads, call.scales);
+    run_team(product.num_threads, [&](Worker& worker) {
+        multiply(worker, fixed.prepared(worker, product), use);
+        release_matrix_kernel();
     });
-    phases.run(product.num_threads, release_matrix_kernel);
 }
 
 }  // namespace stepgraph

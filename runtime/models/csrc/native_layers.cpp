@@ -1,6 +1,7 @@
-// The C interface: products with packed weights, and a decoder's regions between attention calls.
+// The C interface: products with packed weights, a decoder's regions between attention calls, and
+// all of its layers.
 
-#include "region.h"
+#include "forward.h"
 
 extern "C" {
 
@@ -9,8 +10,19 @@ STEPGRAPH_EXPORT void stepgraph_linear(const stepgraph::LinearCall* call) {
 }
 
 STEPGRAPH_EXPORT void stepgraph_region(const stepgraph::RegionCall* call) {
-    static thread_local std::vector<uint16_t> scratch;
-    stepgraph::Region(*call, scratch).run();
+    static thread_local stepgraph::RegionScratch scratch;
+    scratch.reserve(*call);
+    const stepgraph::Region region(*call, scratch);
+    stepgraph::run_team(static_cast<int>(call->num_threads), [&](stepgraph::Worker& worker) {
+        region.work(worker);
+        stepgraph::release_matrix_kernel();
+    });
+}
+
+// Returns what stepgraph_attend does.
+STEPGRAPH_EXPORT int64_t stepgraph_forward(const stepgraph::ForwardCall* call, int64_t* bad) {
+    static thread_local stepgraph::RegionScratch scratch;
+    return stepgraph::run_forward(*call, scratch, bad);
 }
 
 #if defined(STEPGRAPH_MATRIX_KERNEL)

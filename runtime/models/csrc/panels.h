@@ -6,8 +6,9 @@
 // lane of a dot product of pairs, and matrix tiles of Intel's AMX can be loaded from it as well.
 //
 // A weight in int8 has panels [quads of inputs, kPanel], a word holding the bytes of inputs 4k to
-// 4k + 3, and a factor for each output. Its words are made pairs of bfloat16, which hold any
-// byte exactly, on their way into the registers or, where many rows share them, in a buffer.
+// 4k + 3, and a factor for each output. fixed.h multiplies with them as they are. Where the CPU has
+// no instruction for that, words are made pairs of bfloat16, which hold any byte exactly, on their
+// way into the registers or, where many rows share them, in a buffer.
 #pragma once
 
 #include <algorithm>
@@ -96,11 +97,23 @@ template <int panels>
 constexpr int kTileRows = panels == 1 ? 4 : 1;
 #endif
 
+// Memory to bring into the cache beside other work, a step at a time.
+struct Upcoming {
+    const char *next = nullptr, *end = nullptr;
+
+    void fetch() {
+        for (int line = 0; line < kLinesPerStep; ++line, next += 64) __builtin_prefetch(next, 0, 2);
+    }
+
+    static constexpr int kLinesPerStep = 2;
+};
+
 // sums [R, P * kPanel], row stride kSumsStride, of the first R rows and P panels; with `more`
 // added to what is there. Each is summed from the first pair to the last, so it is the same
 // whatever rows and panels share the tile, and however the pairs are divided between calls.
-template <class Source, int R, int P>
-inline void multiply_tile(const Rows& x, const Panels& panels, bool more, float* sums) {
+template <class Source, int R, int P, bool fetch>
+inline void multiply_tile(
+    const Rows& x, const Panels& panels, bool more, float* sums, Upcoming& upcoming) {
     constexpr int vectors = P * kPanelVectors;
     Floats sum[R][vectors] = {};
     if (more) {
@@ -112,6 +125,7 @@ inline void multiply_tile(const Rows& x, const Panels& panels, bool more, float*
     }
     const uint32_t* words = panels.words;
     for (int64_t k = 0; k < panels.pairs; words += kPanel) {
+        if constexpr (fetch) upcoming.fetch();
 #pragma GCC unroll 2
         for (int half = 0; half < Source::kPairsPerWord; ++half, ++k) {
             Words factors[vectors];
@@ -139,32 +153,53 @@ inline void multiply_tile(const Rows& x, const Panels& panels, bool more, float*
 
 template <class Source, int P, int R = kTileRows<P>>
 inline void multiply_rows(
-    int num_rows, const Rows& x, const Panels& panels, bool more, float* sums) {
-    if (num_rows == R) return multiply_tile<Source, R, P>(x, panels, more, sums);
-    if constexpr (R > 1) multiply_rows<Source, P, R - 1>(num_rows, x, panels, more, sums);
+    int num_rows, const Rows& x, const Panels& panels, bool more, float* sums,
+    Upcoming& upcoming) {
+    if (num_rows == R) {
+        if (upcoming.next < upcoming.end) {
+            multiply_tile<Source, R, P, true>(x, panels, more, sums, upcoming);
+        } else {
+            multiply_tile<Source, R, P, false>(x, panels, more, sums, upcoming);
+        }
+    } else if constexpr (R > 1) {
+        multiply_rows<Source, P, R - 1>(num_rows, x, panels, more, sums, upcoming);
+    }
 }
 
-template <class Source, int P>
-inline void multiply_tiles(
-    int num_rows, const Rows& x, const Panels& panels, bool more, float* sums) {
-    // Tiles of similar heights, rather than full ones and a small rest.
-    int num_tiles = (num_rows + kTileRows<P> - 1) / kTileRows<P>;
+// Calls tile(first row, rows, what to fetch) for tiles of similar heights, rather than full ones
+// and a small rest. The first is bound by the panels' way from memory. The others find them in the
+// cache, and can fetch.
+template <class Tile>
+inline void for_tiles(int num_rows, int most_rows, Upcoming upcoming, const Tile& tile) {
+    Upcoming nothing;
+    int num_tiles = (num_rows + most_rows - 1) / most_rows;
     for (int row = 0; num_tiles > 0; --num_tiles) {
         const int rows = (num_rows - row + num_tiles - 1) / num_tiles;
-        multiply_rows<Source, P>(rows, x.from(row), panels, more, sums + row * kSumsStride);
+        tile(row, rows, row == 0 ? nothing : upcoming);
         row += rows;
     }
 }
 
+template <class Source, int P>
+inline void multiply_tiles(
+    int num_rows, const Rows& x, const Panels& panels, bool more, float* sums,
+    const Upcoming& upcoming) {
+    for_tiles(num_rows, kTileRows<P>, upcoming, [&](int row, int rows, Upcoming& fetched) {
+        multiply_rows<Source, P>(
+            rows, x.from(row), panels, more, sums + row * kSumsStride, fetched);
+    });
+}
+
 template <class Source>
 inline void multiply_panels(
-    int num_rows, int num_panels, const Rows& x, const Panels& panels, bool more, float* sums) {
+    int num_rows, int num_panels, const Rows& x, const Panels& panels, bool more, float* sums,
+    const Upcoming& upcoming = {}) {
     if (num_panels == 2 && kTileRows<2> > 1) {
-        return multiply_tiles<Source, 2>(num_rows, x, panels, more, sums);
+        return multiply_tiles<Source, 2>(num_rows, x, panels, more, sums, upcoming);
     }
     for (int p = 0; p < num_panels; ++p) {
         const Panels one{panels.words + p * panels.stride, panels.stride, panels.pairs};
-        multiply_tiles<Source, 1>(num_rows, x, one, more, sums + p * kPanel);
+        multiply_tiles<Source, 1>(num_rows, x, one, more, sums + p * kPanel, upcoming);
     }
 }
 
@@ -193,87 +228,5 @@ struct alignas(64) Sums {
     const float* row(int index) const { return values + index * kSumsStride; }
 };
 static_assert(kMatrixRows <= Sums::kMaxRows, "sums have room for the largest block");
-
-// The tasks of one product: blocks of rows by groups of panels. Consecutive tasks share panels.
-struct Grid {
-    int num_rows, rows;      // in all, and of a block
-    int num_panels, panels;  // in all, and of a group
-
-    Grid(int64_t of_rows, int64_t of_panels, int threads)
-        : num_rows(static_cast<int>(of_rows)), num_panels(static_cast<int>(of_panels)) {
-        // A tile of one panel has room for few rows' sums, and reads its panel once.
-        panels = num_rows <= kTileRows<1> ? 1 : kMaxPanels;
-        rows = matrix_kernel.multiply ? kMatrixRows : Sums::kMaxRows;
-        if (!matrix_kernel.multiply) {
-            while (rows > kMinRows && num_tasks() < 4 * threads) rows /= 2;
-        }
-    }
-
-    int num_groups() const { return (num_panels + panels - 1) / panels; }
-    int num_blocks() const { return (num_rows + rows - 1) / rows; }
-    int num_tasks() const { return num_groups() * num_blocks(); }
-
-    static constexpr int kMinRows = 12;
-};
-
-// One task of a grid.
-struct Block {
-    int first_row, num_rows, first_panel, num_panels;
-
-    Block(const Grid& grid, int task)
-        : first_row(task % grid.num_blocks() * grid.rows),
-          num_rows(std::min(grid.rows, grid.num_rows - first_row)),
-          first_panel(task / grid.num_blocks() * grid.panels),
-          num_panels(std::min(grid.panels, grid.num_panels - first_panel)) {}
-
-    // A block's product with the weight's panels from so many after first_panel on.
-    void multiply(const Rows& x, const Weight& weight, int64_t panels_on, Sums& sums) const {
-        const Rows rows = x.from(first_row);
-        const Panels panels{
-            weight.panel(first_panel + panels_on), weight.panel_words(), weight.pairs};
-        if (!weight.scales) {
-            multiply_words(rows, panels, false, sums);
-        } else if (num_rows <= kByteTiles * kTileRows<1>) {
-            multiply_panels<BytePanel>(num_rows, num_panels, rows, panels, false, sums.values);
-        } else {
-            multiply_bytes(rows, panels, sums);
-        }
-    }
-
-private:
-    static constexpr int64_t kExpandedPairs = 256;
-    static constexpr int kByteTiles = 2;  // up to which each making its own pairs is faster
-
-    void multiply_words(const Rows& rows, const Panels& panels, bool more, Sums& sums) const {
-        if (!matrix_kernel.multiply || num_rows != kMatrixRows) {
-            return multiply_panels<BfloatPanel>(
-                num_rows, num_panels, rows, panels, more, sums.values);
-        }
-        for (int p = 0; p < num_panels; ++p) {
-            matrix_kernel.multiply(
-                kMatrixRows, kPanel, 2 * panels.pairs, rows.stride, kPanel, kSumsStride, more,
-                rows.data, panels.words + p * panels.stride, sums.values + p * kPanel, true);
-        }
-    }
-
-    // Makes some pairs of the panels bfloat16 at a time, for all rows.
-    void multiply_bytes(const Rows& rows, const Panels& panels, Sums& sums) const {
-        alignas(64) uint32_t expanded[kMaxPanels * kExpandedPairs * kPanel];
-        for (int64_t first = 0; first < panels.pairs; first += kExpandedPairs) {
-            const int64_t pairs = std::min(kExpandedPairs, panels.pairs - first);
-            uint32_t* target = expanded;
-            for (int p = 0; p < num_panels; ++p) {
-                const uint32_t* words = panels.words + p * panels.stride + first / 2 * kPanel;
-                for (int64_t k = 0; k < pairs; ++k, target += kPanel) {
-                    for (int v = 0; v < kPanel; v += kLanes) {
-                        store(target + v, BytePanel::pairs(words + k / 2 * kPanel + v, k % 2));
-                    }
-                }
-            }
-            multiply_words(
-                rows.from_pair(first), {expanded, pairs * kPanel, pairs}, first > 0, sums);
-        }
-    }
-};
 
 }  // namespace stepgraph

@@ -1,5 +1,5 @@
 // A decoder's work between two attention calls: the rest of one layer, then the next one's
-// projections. One team of threads does it all, in phases.
+// projections. A team of threads does it all, in phases.
 #pragma once
 
 #include <vector>
@@ -29,79 +29,118 @@ struct RegionCall {
     const uint32_t* qkv_weight;          // null: the result is the normalized rows
     const float* qkv_scales;
     const uint16_t *qkv_bias, *qk_norm;  // qk_norm: [num_rotated_heads, head_dim], or null
-    const uint16_t *cos, *sin;           // [num_rows, head_dim]
+    const uint16_t *cos, *sin;           // [num_rows or positions, head_dim]
+    int64_t rotary_stride;               // of both
+    const int64_t* positions;            // [num_rows]: whose rows of cos and sin; null: each its own
     uint16_t* new_residual;  // [num_rows, hidden]; not written if there is no layer to finish
     uint16_t* out;           // [num_rows, qkv_width or hidden]
 };
 
-class Region {
-public:
-    // scratch is used until the region has run.
-    Region(const RegionCall& call, std::vector<uint16_t>& scratch) : call_(call) {
-        const std::size_t needed = call.num_rows * (call.hidden + call.inner);
-        if (scratch.size() < needed) scratch.resize(needed);
-        normed_ = scratch.data();
-        activated_ = normed_ + call.num_rows * call.hidden;
-        if (call.attended) add_finish();
-        const uint16_t* residual = call.attended ? call.new_residual : call.residual;
-        add_norm(residual, call.norm, call.qkv_weight ? normed_ : call.out);
-        if (call.qkv_weight) add_projections();
+// What regions keep while they run.
+struct RegionScratch {
+    void reserve(const RegionCall& call) {
+        const int64_t copies = prepares_alone(call.num_rows) ? call.num_threads : 1;
+        const std::size_t needed = call.num_rows * (call.hidden * copies + call.inner);
+        if (rows.size() < needed) rows.resize(needed);
+        const int64_t widest = std::max({call.hidden, call.inner, call.attended_width});
+        const bool is_int8 = call.qkv_weight ? call.qkv_scales : call.o_scales;
+        fixed.reserve(call.num_rows, widest, call.num_threads, is_int8);
     }
 
-    void run() { phases_.run(static_cast<int>(call_.num_threads), release_matrix_kernel); }
+    std::vector<uint16_t> rows;
+    FixedMemory fixed;
+};
+
+class Region {
+public:
+    // scratch has room for this call.
+    Region(const RegionCall& call, RegionScratch& scratch)
+        : call_(call),
+          activated_(scratch.rows.data()),
+          normed_(activated_ + call.num_rows * call.inner),
+          fixed_(scratch.fixed) {}
+
+    // What each thread of a team does; returns when everything is done.
+    void work(Worker& worker) const {
+        if (call_.attended) finish(worker);
+        const uint16_t* residual = call_.attended ? call_.new_residual : call_.residual;
+        if (call_.qkv_weight) {
+            project(worker, normalized(worker, residual, call_.norm));
+        } else {
+            norm_together(worker, residual, call_.norm, call_.out);
+        }
+    }
 
 private:
-    static constexpr int kRowsPerTask = 4;
-
     Product product(
         const uint16_t* x, int64_t inputs, int64_t stride, const uint32_t* weight,
         const float* scales, int64_t outputs, const uint16_t* bias) const {
         return {
-            {x, stride}, {weight, scales, inputs / 2, outputs}, bias, call_.num_rows,
+            {{x, stride}, {}}, {weight, scales, inputs / 2, outputs}, bias, call_.num_rows,
             static_cast<int>(call_.num_threads)};
     }
 
-    void add_finish() {
+    void finish(Worker& worker) const {
         const RegionCall& call = call_;
-        add_residual(
+        add_to_residual(
+            worker,
             product(
                 call.attended, call.attended_width, call.attended_stride, call.o_weight,
                 call.o_scales, call.hidden, call.o_bias),
             call.residual);
-        add_norm(call.new_residual, call.post_norm, normed_);
-        add_activation(product(
-            normed_, call.hidden, call.hidden, call.gate_up_weight, call.gate_up_scales,
-            2 * call.inner, call.gate_up_bias));
-        add_residual(
+        const uint16_t* normed = normalized(worker, call.new_residual, call.post_norm);
+        activate(
+            worker,
+            product(
+                normed, call.hidden, call.hidden, call.gate_up_weight, call.gate_up_scales,
+                2 * call.inner, call.gate_up_bias));
+        add_to_residual(
+            worker,
             product(
                 activated_, call.inner, call.inner, call.down_weight, call.down_scales,
                 call.hidden, call.down_bias),
             call.new_residual);
     }
 
-    void add_residual(const Product& product, const uint16_t* residual) {
+    void add_to_residual(Worker& worker, const Product& product, const uint16_t* residual) const {
         uint16_t* target = call_.new_residual;
         const int64_t stride = call_.hidden;
-        add_product(phases_, product, [=](int64_t row, int64_t i, Floats value, int lanes) {
+        multiply(worker, fixed_.prepared(worker, product), [=](int64_t row, int64_t i, Floats value, int lanes) {
             const int64_t at = row * stride + i;
             store_bfloats(
                 target + at, load_bfloats(residual + at, lanes) + rounded(value), lanes);
         });
     }
 
-    void add_norm(const uint16_t* source, const uint16_t* weight, uint16_t* target) {
-        add_rows([=](int64_t row) {
-            const int64_t at = row * call_.hidden;
-            normalize(
-                source + at, weight, call_.hidden, static_cast<float>(call_.eps), target + at);
-        });
+    // The normalized rows, for this thread.
+    const uint16_t* normalized(
+        Worker& worker, const uint16_t* source, const uint16_t* weight) const {
+        if (!prepares_alone(call_.num_rows)) {
+            norm_together(worker, source, weight, normed_);
+            return normed_;
+        }
+        uint16_t* target = normed_ + worker.index() * call_.num_rows * call_.hidden;
+        for (int64_t row = 0; row < call_.num_rows; ++row) norm(row, source, weight, target);
+        return target;
+    }
+
+    void norm_together(
+        Worker& worker, const uint16_t* source, const uint16_t* weight, uint16_t* target) const {
+        share_rows(worker, call_.num_rows, [=](int64_t row) { norm(row, source, weight, target); });
+    }
+
+    void norm(
+        int64_t row, const uint16_t* source, const uint16_t* weight, uint16_t* target) const {
+        const int64_t at = row * call_.hidden;
+        normalize(source + at, weight, call_.hidden, static_cast<float>(call_.eps), target + at);
     }
 
     // silu(gate) * up, of the same columns in one task.
-    void add_activation(const Product& product) {
+    void activate(Worker& worker, const Product& of) const {
+        const Product product = fixed_.prepared(worker, of);
         const int64_t panels = call_.inner / kPanel;
         const Grid grid(product.num_rows, panels, product.num_threads);
-        phases_.add(grid.num_tasks(), [=](int task) {
+        worker.share(grid.num_tasks(), [&](int task) {
             const Block block(grid, task);
             Sums gates, ups;
             block.multiply(product.x, product.weight, 0, gates);
@@ -119,44 +158,35 @@ private:
         });
     }
 
-    void add_projections() {
+    void project(Worker& worker, const uint16_t* normed) const {
         uint16_t* out = call_.out;
         const int64_t stride = call_.qkv_width;
-        add_product(
-            phases_,
-            product(
-                normed_, call_.hidden, call_.hidden, call_.qkv_weight, call_.qkv_scales, stride,
-                call_.qkv_bias),
+        const Product projection = product(
+            normed, call_.hidden, call_.hidden, call_.qkv_weight, call_.qkv_scales, stride,
+            call_.qkv_bias);
+        multiply(
+            worker, fixed_.prepared(worker, projection),
             [=](int64_t row, int64_t i, Floats value, int lanes) {
                 store_bfloats(out + row * stride + i, value, lanes);
             });
-        add_rows([this](int64_t row) {
+        share_rows(worker, call_.num_rows, [this](int64_t row) {
             const int64_t size = call_.head_dim;
+            const int64_t turn = (call_.positions ? call_.positions[row] : row) * call_.rotary_stride;
             uint16_t* head = call_.out + row * call_.qkv_width;
             for (int64_t index = 0; index < call_.num_rotated_heads; ++index, head += size) {
                 if (call_.qk_norm) {
                     const uint16_t* weight = call_.qk_norm + index * size;
                     normalize(head, weight, size, static_cast<float>(call_.eps), head);
                 }
-                rotate(head, call_.cos + row * size, call_.sin + row * size, size / 2);
+                rotate(head, call_.cos + turn, call_.sin + turn, size / 2);
             }
         });
     }
 
-    template <class Function>
-    void add_rows(const Function& function) {
-        const int64_t num_rows = call_.num_rows;
-        const int num_tasks = static_cast<int>((num_rows + kRowsPerTask - 1) / kRowsPerTask);
-        phases_.add(num_tasks, [=](int task) {
-            const int64_t first = int64_t{task} * kRowsPerTask;
-            const int64_t last = std::min(first + kRowsPerTask, num_rows);
-            for (int64_t row = first; row < last; ++row) function(row);
-        });
-    }
-
-    const RegionCall& call_;
-    uint16_t *normed_, *activated_;  // [num_rows, hidden], [num_rows, inner]
-    Phases phases_;
+    const RegionCall call_;
+    uint16_t* const activated_;  // [num_rows, inner]
+    uint16_t* const normed_;     // [num_rows, hidden], of each thread if it prepares alone
+    FixedMemory& fixed_;
 };
 
 }  // namespace stepgraph

@@ -56,6 +56,14 @@ def unpacked(packed, num_inputs):
     return rows[: packed.num_outputs, :num_inputs]
 
 
+def in_fixed_point(x):
+    """What products with int8 weights round rows to at levels that multiply bytes."""
+    x = x.double()
+    largest = x.abs().amax(dim=1, keepdim=True)
+    scale = torch.exp2(largest.clamp(min=2.0**-100).log2().floor() - 14)
+    return (x / scale).round().clamp(max=127 * 256 + 127) * scale
+
+
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("level", RUNNABLE)
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 12, 13, 31, 32, 33, 100])
@@ -69,7 +77,36 @@ def test_products_are_right(int8, level, num_rows, num_inputs, num_outputs, has_
     weight = unpacked(packed, num_inputs)
     actual = linear(x, packed, bias)
     assert actual.shape == (num_rows, num_outputs)
+    if int8 and level == "avx512_bf16":
+        x = in_fixed_point(x)
     assert_right(actual, x, weight, bias)
+
+
+@pytest.mark.parametrize("num_rows", [1, 40])
+@pytest.mark.parametrize("level", RUNNABLE)
+def test_int8_products_of_all_sizes_keep_bfloat16s_digits(level, num_rows):
+    """Values from 2**-80 to 2**80 in different rows, from 1 to 2**-12 of the largest in each."""
+    x, weight, _ = random_case(num_rows, 192, 64, False)
+    sizes = torch.linspace(-80, 80, num_rows).exp2() if num_rows > 1 else torch.ones(1)
+    x = (x * sizes[:, None] * torch.exp2(-torch.arange(192) % 13)).bfloat16()
+    x[:, 5] = x.abs().amax(dim=1) * 1.99  # all digits set, a result that doesn't round up
+    packed = pack(weight, int8=True, level=level)
+    exact = x.double() @ unpacked(packed, 192).T
+    largest = x.double().abs().amax(dim=1, keepdim=True)
+    error = (linear(x, packed).double() - exact).abs()
+    assert bool((error <= exact.abs() * 2**-8 + largest * 2**-10).all())
+
+
+@pytest.mark.parametrize("level", RUNNABLE)
+def test_int8_products_of_zeros_are_zero_and_of_nan_and_infinity_not_finite(level):
+    x, weight, _ = random_case(6, 64, 40, False)
+    packed = pack(weight, int8=True, level=level)
+    expected = linear(x, packed)
+    x[1], x[2, 3], x[4, 60] = 0, float("nan"), float("-inf")
+    actual = linear(x, packed)
+    assert not actual[1].any()
+    assert not actual[[2, 4]].isfinite().any()
+    assert torch.equal(actual[[0, 3, 5]], expected[[0, 3, 5]])
 
 
 def test_int8_is_the_nearest_of_127_steps_to_either_side():

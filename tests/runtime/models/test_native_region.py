@@ -4,73 +4,31 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from attention.native_build import usable_levels
 from graphs.host_graph import HostGraphPool
 from runtime.models import (
     PLAIN_REGIONS,
-    Decoder,
-    DecoderConfig,
-    native_regions,
+    NativeForward,
     pack_decoder,
     pack_refusal,
     region_refusal,
 )
 from runtime.models.rotary import gather_rotary
+from tests.runtime.models.random_decoders import CPU, SHAPES, make_decoder
 
-CPU = torch.device("cpu")
 REFUSAL = pack_refusal(torch.bfloat16, CPU)
 pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
 
 OWN_LEVELS = [level for level in usable_levels() if level != "amx"]
-SHAPES = {
-    "llama": (LlamaConfig, {}),
-    "biases everywhere": (LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
-    "qwen2": (Qwen2Config, {}),
-    "qwen3": (Qwen3Config, {"head_dim": 16}),
-    "heads of 6": (LlamaConfig, {"head_dim": 6}),
-    "heads of 80, one for keys": (Qwen3Config, {"head_dim": 80, "num_key_value_heads": 1}),
-    "70 hidden": (
-        LlamaConfig,
-        {"hidden_size": 70, "num_attention_heads": 7, "num_key_value_heads": 1},
-    ),
-    "larger": (LlamaConfig, {"hidden_size": 192, "intermediate_size": 544, "head_dim": 48}),
-}
 ROWS = [1, 2, 5, 13, 33, 70]
-
-
-def make_decoder(shape="llama", ternary=False, **options):
-    """A random bfloat16 decoder, the same for the same arguments."""
-    config_class, shape_options = SHAPES[shape]
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 100,
-        "max_position_embeddings": 128,
-        "architectures": [config_class.__name__.replace("Config", "ForCausalLM")],
-    }
-    config = DecoderConfig.from_hf(config_class(**{**sizes, **shape_options, **options}))
-    decoder = Decoder(config, dtype=torch.bfloat16, device=CPU)
-    generator = torch.Generator().manual_seed(3)
-    for name, parameter in decoder.named_parameters():
-        if name.endswith("norm"):
-            parameter.uniform_(0.5, 1.5, generator=generator)
-        elif ternary:
-            parameter.copy_(torch.randint(-1, 2, parameter.shape, generator=generator))
-        else:
-            parameter.normal_(0, 0.1, generator=generator)
-    return decoder
 
 
 def packed_regions(level=None, int8=False, **options):
     decoder = make_decoder(**options)
     pack_decoder(decoder, int8=int8, level=level)
     assert region_refusal(decoder) is None
-    return decoder, native_regions(decoder)
+    return decoder, NativeForward(decoder).regions
 
 
 def step(decoder, num_rows, dtype=torch.bfloat16):

@@ -4,18 +4,21 @@
         --python vllm=/path/to/venv/bin/python [--workloads W1 W2 W3 W4 W5] [--rounds 3]
 
 An engine is a name and its options: stepgraph, stepgraph:quantization=int8, vllm,
-transformers, transformers:continuous=true, openvino:gguf=FILE (the same weights as a GGUF).
-All processes start and load first, then take turns, one at work at a time. Prompts are random
-token ids from 17 to 9,999, new in each round and the same for all engines; temperature 0.6, end
-tokens ignored, bfloat16. Printed: medians over the rounds, and their ratio to the first engine.
+transformers, transformers:continuous=true, openvino:gguf=FILE, llama:gguf=FILE (llama-cpp-python;
+the same weights as a GGUF). All processes start and load first, then take turns, one at work at a
+time. Prompts are random token ids from 17 to 9,999, new in each round and the same for all
+engines; temperature 0.6, end tokens ignored, bfloat16 (llama: what the file has). Printed: medians
+over the rounds, and their ratio to the first engine.
 
 W1  one sequence: prompt 128, output 128; output tokens/s
 W2  32 sequences at once: prompts 128..1024, outputs 32..128, uniform; output tokens/s
 W3  16 requests that share 512 tokens and have 32 of their own, output 32; seconds, prefix cache
     cold and warm
 W4  W2's shapes, 200 requests, Poisson arrivals, by default at 0.7 times the request rate that vllm
-    reached in W2 (so W4 needs W2, or --rate); TTFT, TPOT and ITL in ms
-W5  64 ShareGPT conversations' first turns, greedy, the model's own stops; output tokens/s
+    reached in W2 (so W4 needs W2, or --rate); TTFT, TPOT and ITL in ms. Not for transformers'
+    generate, which shows its tokens at the end
+W5  64 ShareGPT conversations' first turns, others in each round, greedy, the model's own stops,
+    256 tokens at most; output tokens/s
 """
 
 from __future__ import annotations
@@ -38,8 +41,9 @@ MAX_MODEL_LEN = 2048
 DEFAULTS: dict[str, dict[str, Any]] = {
     "stepgraph": {"dtype": "bfloat16", "max_model_len": MAX_MODEL_LEN, "kv_cache_bytes": 2 << 30},
     "vllm": {"dtype": "bfloat16", "max_model_len": MAX_MODEL_LEN},
-    "transformers": {},
+    "transformers": {"continuous": False, "max_num_batched_tokens": 512, "cache_tokens": 90_000},
     "openvino": {"max_num_batched_tokens": 512, "cache_gib": 2, "precision": "bf16"},
+    "llama": {"sequences": 32, "context": MAX_MODEL_LEN, "max_num_batched_tokens": 512},
 }
 Requests = list[dict[str, Any]]
 Times = list[list[float]]
@@ -51,7 +55,10 @@ class Worker:
     def __init__(self, spec: str, python: str, model: str) -> None:
         self.spec = spec
         name, _, text = spec.partition(":")
+        if name not in DEFAULTS:
+            raise SystemExit(f"there is no engine {name!r}; use one of {', '.join(DEFAULTS)}")
         options = DEFAULTS[name] | dict(_parse_option(item) for item in text.split(",") if item)
+        self.has_latencies = name != "transformers" or options["continuous"]
         self._process = subprocess.Popen(
             [python, str(WORKER), name, model, json.dumps(options)],
             stdin=subprocess.PIPE,
@@ -86,6 +93,7 @@ class Worker:
 
 def _environment(name: str, python: str) -> dict[str, str]:
     environ = dict(os.environ)
+    environ.pop("OMP_NUM_THREADS", None)  # Each engine shall choose for itself.
     if name == "stepgraph":
         environ["PYTHONPATH"] = str(WORKER.parents[1])
     if name == "vllm":
@@ -156,9 +164,7 @@ def poisson(seed: int, rate: float, count: int) -> Requests:
     return [r | {"arrival": arrival} for r, arrival in zip(requests, arrivals, strict=True)]
 
 
-def conversations(
-    path: Path, tokenize: Callable[[list[Any]], list[int]], count: int = 64
-) -> Requests:
+def conversations(path: Path, tokenize: Callable[[list[Any]], list[int]], count: int) -> Requests:
     """W5: the first questions of a ShareGPT file, short enough for the model."""
     requests: Requests = []
     for question, _ in first_turns(path):
@@ -224,12 +230,13 @@ def run_rounds(args: argparse.Namespace, workers: list[Worker], report: Report) 
     for number in range(args.rounds):
         shift = number % len(workers)
         for worker in workers[shift:] + workers[:shift]:
-            run_round(args, worker, report, seed=1000 * (number + 1))
+            run_round(args, worker, report, number)
         print(f"round {number + 1} of {args.rounds} done", file=sys.stderr)
 
 
-def run_round(args: argparse.Namespace, worker: Worker, report: Report, *, seed: int) -> None:
-    """One engine's turn."""
+def run_round(args: argparse.Namespace, worker: Worker, report: Report, number: int) -> None:
+    """One engine's turn in round `number`."""
+    seed = 1000 * (number + 1)
     if "W1" in args.workloads:
         report.add("W1 tok/s", worker.spec, tokens_per_second(worker.run(single(seed))))
     if "W2" in args.workloads:
@@ -239,7 +246,8 @@ def run_round(args: argparse.Namespace, worker: Worker, report: Report, *, seed:
             times = worker.run(shared_prefix(seed + 2))
             report.add(figure, worker.spec, max(t[-1] for t in times))
     if "W5" in args.workloads:
-        times = worker.run(args.conversations)
+        first = number * args.num_conversations
+        times = worker.run(args.conversations[first : first + args.num_conversations])
         report.add("W5 tok/s", worker.spec, tokens_per_second(times))
 
 
@@ -253,7 +261,7 @@ def run_arrivals(args: argparse.Namespace, workers: list[Worker], report: Report
     print(f"W4: {rate:.2f} requests/s")
     for number in range(args.rounds):
         for worker in workers:
-            if worker.spec.startswith("transformers"):
+            if not worker.has_latencies:
                 continue
             requests = poisson(7000 + number, rate, args.num_requests)
             for figure, value in latencies(requests, worker.run(requests)).items():
@@ -271,6 +279,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rate", type=float, help="of W4; default: 0.7 times vllm's rate in W2")
     parser.add_argument("--num-requests", type=int, default=200, help="of W4")
+    parser.add_argument("--num-conversations", type=int, default=64, help="of W5, in each round")
     parser.add_argument("--sharegpt", type=Path, help="JSON file of conversations, for W5")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--json", type=Path, help="write all values there")
@@ -284,7 +293,8 @@ def main() -> None:
         if args.sharegpt is None:
             parser.error("W5 needs --sharegpt FILE")
         tokenizer = load_tokenizer(Path(model))
-        args.conversations = conversations(args.sharegpt, tokenizer.apply_chat_template)
+        count = args.rounds * args.num_conversations
+        args.conversations = conversations(args.sharegpt, tokenizer.apply_chat_template, count)
     pythons = dict(item.split("=", 1) for item in args.python)
     workers = [Worker(s, pythons.get(s.split(":")[0], sys.executable), model) for s in args.engines]
     report = Report(args.engines)

@@ -37,7 +37,7 @@ def run(llm: LLM, count: int, num_inputs: int, num_outputs: int, seed: int) -> f
     return count * num_outputs / (time.perf_counter() - start)
 
 
-def plot(path: Path, speeds: dict[int, list[float]]) -> bool:
+def plot(path: Path, speeds: dict[int, list[float]], title: str) -> bool:
     """Throughput over sequences as a PNG; False without matplotlib."""
     plt = pyplot()
     if plt is None:
@@ -46,13 +46,17 @@ def plot(path: Path, speeds: dict[int, list[float]]) -> bool:
     counts = list(speeds)
     medians = [statistics.median(values) for values in speeds.values()]
     bounds = [[f(values) for values in speeds.values()] for f in (min, max)]
-    axes.fill_between(counts, *bounds, alpha=0.2)
-    axes.plot(counts, medians, "o-")
+    rounds = len(speeds[counts[0]])
+    axes.fill_between(counts, *bounds, alpha=0.2, label=f"least to most of {rounds} rounds")
+    axes.plot(counts, medians, "o-", label="median")
     for count, median in zip(counts, medians, strict=True):
-        axes.annotate(f"{median:.0f}", (count, median), (0, 8), textcoords="offset points")
+        place = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center"}
+        axes.annotate(f"{median:.0f}", (count, median), **place)
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, labels=list(map(str, counts)))
-    axes.set(xlabel="sequences at once", ylabel="output tokens/s", ylim=(0, 1.15 * max(medians)))
+    axes.set(xlabel="sequences at once", ylabel="output tokens per second", title=title)
+    axes.set_ylim(0, 1.15 * max(bounds[1]))
+    axes.legend(loc="lower right")
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
     plt.close(figure)
@@ -96,7 +100,9 @@ def main() -> None:
     if args.json:
         args.json.write_text(json.dumps(speeds, indent=1))
     if args.plot:
-        plot(args.plot, speeds)
+        kind = "bfloat16" if args.quantization is None else args.quantization
+        name = Path(args.model).name
+        plot(args.plot, speeds, f"{name}, {kind}: {args.inputs} tokens in, {args.outputs} out")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,11 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
+
+from peer_llama import LlamaCppEngine
+from peer_transformers import transformers_engine
 
 
 class Engine(Protocol):
@@ -85,66 +89,14 @@ class VllmEngine:
         return [(int(o.request_id), len(o.outputs[0].token_ids), o.finished) for o in outputs]
 
 
-class TransformersEngine:
-    """transformers' generate, all requests as one left-padded batch, or its continuous batching.
-
-    Tokens count as arrived when the call returns, so it has no latencies.
-    """
-
-    def __init__(self, model: str, options: dict[str, Any]) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        self._continuous = bool(options.get("continuous", False))
-        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
-        if self._continuous:
-            self._model.set_attn_implementation("paged|sdpa")
-        self._requests: list[tuple[int, dict[str, Any]]] = []
-
-    def add(self, index: int, request: dict[str, Any]) -> None:
-        """Queue a request."""
-        self._requests.append((index, request))
-
-    def step(self) -> list[tuple[int, int, bool]]:
-        """Run everything queued to its end."""
-        import torch
-        from transformers import GenerationConfig
-
-        queued, self._requests = self._requests, []
-        prompts = [request["prompt"] for _, request in queued]
-        counts = [request["max_tokens"] for _, request in queued]
-        config = GenerationConfig(
-            do_sample=queued[0][1]["temperature"] > 0,
-            temperature=queued[0][1]["temperature"] or None,
-            top_k=0,
-            max_new_tokens=max(counts),
-            eos_token_id=None if queued[0][1]["ignore_eos"] else self._model.config.eos_token_id,
-            pad_token_id=0,
-        )
-        if self._continuous:
-            outputs = self._model.generate_batch(inputs=prompts, generation_config=config)
-            lengths = [len(output.generated_tokens) for output in outputs.values()]
-        else:
-            longest = max(map(len, prompts))
-            ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
-            mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-            with torch.inference_mode():
-                out = self._model.generate(ids, attention_mask=mask, generation_config=config)
-            lengths = [out.shape[1] - longest] * len(prompts)
-        return [
-            (index, min(length, count), True)
-            for (index, _), length, count in zip(queued, lengths, counts, strict=True)
-        ]
-
-
 class OpenVinoEngine:
     """OpenVINO GenAI's continuous batching, which reads a GGUF file of the same weights."""
 
     def __init__(self, model: str, options: dict[str, Any]) -> None:
-        import openvino_genai
-
         if "gguf" not in options:
             raise SystemExit("openvino wants openvino:gguf=FILE, the model's weights as a GGUF")
+        import openvino_genai
+
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.max_num_batched_tokens = options["max_num_batched_tokens"]
         scheduler.cache_size = options["cache_gib"]
@@ -189,11 +141,12 @@ class OpenVinoEngine:
         return served
 
 
-ENGINES: dict[str, type[Any]] = {
+ENGINES: dict[str, Callable[[str, dict[str, Any]], Engine]] = {
     "stepgraph": StepgraphEngine,
     "vllm": VllmEngine,
-    "transformers": TransformersEngine,
+    "transformers": transformers_engine,
     "openvino": OpenVinoEngine,
+    "llama": LlamaCppEngine,
 }
 
 

@@ -63,7 +63,8 @@ class DecodeBucket:
         self.runner.capture()
         assert not self.runner.dropped, self.runner.dropped
 
-    def _forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Any):
+    def _forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Any, rows=None):
+        assert rows is None, "serve wants all rows"
         rows = {name: tensor[: len(input_ids)] for name, tensor in self._rows.items()}
         results = [attend(layer, **rows) for layer in range(self._spec.num_layers)]
         return torch.stack(results, dim=1).flatten(1)

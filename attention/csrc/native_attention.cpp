@@ -90,7 +90,8 @@ using Bfloat = BfloatElement;
 #endif
 
 void work_on(Step& step, Worker& worker) {
-    void (*const by_dtype[])(Step&, Worker&) = {work<FloatElement>, work<Bfloat>, work<HalfElement>};
+    void (*const by_dtype[])(Step&, Worker&) = {
+        work<FloatElement>, work<Bfloat>, work<HalfElement>};
     by_dtype[step.call.dtype](step, worker);
 }
 
@@ -101,7 +102,8 @@ public:
         std::size_t num_floats = 0;
         for (int64_t i = 0; i < count; ++i) {
             const Step& step = steps_.emplace_back(calls[i]);
-            num_floats = std::max<std::size_t>(num_floats, step.header[2] * partial_stride(calls[i]));
+            const std::size_t needed = step.header[2] * partial_stride(calls[i]);
+            num_floats = std::max(num_floats, needed);
         }
         static thread_local std::vector<float> partials;
         if (partials.size() < num_floats) partials.resize(num_floats);

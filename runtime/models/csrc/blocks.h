@@ -72,14 +72,14 @@ struct Block {
     }
 
 private:
+    static constexpr int64_t kExpandedPairs = 256;
+    static constexpr int kByteTiles = 2;  // up to which each making its own pairs is faster
+
     void multiply_bytes(const FixedRows& rows, const Panels& panels, Sums& sums) const {
         const Upcoming next = upcoming(panels);
         if (num_panels == 2) return multiply_fixed<2>(num_rows, rows, panels, sums.values, next);
         multiply_fixed<1>(num_rows, rows, panels, sums.values, next);
     }
-
-    static constexpr int64_t kExpandedPairs = 256;
-    static constexpr int kByteTiles = 2;  // up to which each making its own pairs is faster
 
     // The panels of the next task, if it has others.
     Upcoming upcoming(const Panels& panels) const {

@@ -17,12 +17,12 @@ struct ForwardCall {
     const int64_t* positions;   // [num_rows]
     const uint16_t* embedding;  // [vocab, embedding_width], or in panels
     int64_t is_packed, vocab, embedding_width, num_positions;
-    const uint16_t* rotary;  // [num_positions, 2 * head_dim]: cos, then sin
-    uint16_t* residual;      // [num_rows, hidden]
-    uint16_t* qkv;           // [num_rows, qkv_width]: what the attention calls read...
-    uint16_t* attended;      // [num_rows, attended_width]: ...and write
-    uint16_t* out;           // [num_rows, hidden]; null: the last region is left out
-    AttentionTeam attention;  // of num_layers calls
+    const uint16_t* rotary;     // [num_positions, 2 * head_dim]: cos, then sin
+    uint16_t* residual;         // [num_rows, hidden]
+    uint16_t* qkv;              // [num_rows, qkv_width]: what the attention calls read...
+    uint16_t* attended;         // [num_rows, attended_width]: ...and write
+    uint16_t* out;              // [num_rows, hidden]; null: the last region is left out
+    AttentionTeam attention;    // of num_layers calls
 };
 
 // A region's call, completed by what the forward says.

@@ -108,8 +108,9 @@ struct LinearCall {
 
 inline void run_linear(const LinearCall& call) {
     const Product product{
-        {{call.x, call.x_stride}, {}}, {call.weight, call.scales, call.inputs / 2, call.outputs}, call.bias,
-        call.num_rows, static_cast<int>(call.num_threads)};
+        {{call.x, call.x_stride}, {}},
+        {call.weight, call.scales, call.inputs / 2, call.outputs},
+        call.bias, call.num_rows, static_cast<int>(call.num_threads)};
     uint16_t* out = call.out;
     float* out_float = call.out_float;
     const int64_t stride = call.outputs;

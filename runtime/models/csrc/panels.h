@@ -63,7 +63,7 @@ struct BfloatPanel {
     static Words pairs(const uint32_t* words, int) { return load<Words>(words); }
 };
 
-// ...or bytes, made 2 ** 24 times what they are, since that is what the top byte of a word is worth.
+// ...or bytes, made 2 ** 24 times what they are: that is what the top byte of a word is worth.
 struct BytePanel {
     static constexpr int kPairsPerWord = 2;
     static Words pairs(const uint32_t* words, int half) {

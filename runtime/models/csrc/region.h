@@ -31,7 +31,7 @@ struct RegionCall {
     const uint16_t *qkv_bias, *qk_norm;  // qk_norm: [num_rotated_heads, head_dim], or null
     const uint16_t *cos, *sin;           // [num_rows or positions, head_dim]
     int64_t rotary_stride;               // of both
-    const int64_t* positions;            // [num_rows]: whose rows of cos and sin; null: each its own
+    const int64_t* positions;            // [num_rows]: whose cos and sin; null: each row has its own
     uint16_t* new_residual;  // [num_rows, hidden]; not written if there is no layer to finish
     uint16_t* out;           // [num_rows, qkv_width or hidden]
 };
@@ -105,11 +105,12 @@ private:
     void add_to_residual(Worker& worker, const Product& product, const uint16_t* residual) const {
         uint16_t* target = call_.new_residual;
         const int64_t stride = call_.hidden;
-        multiply(worker, fixed_.prepared(worker, product), [=](int64_t row, int64_t i, Floats value, int lanes) {
+        const auto add = [=](int64_t row, int64_t i, Floats value, int lanes) {
             const int64_t at = row * stride + i;
             store_bfloats(
                 target + at, load_bfloats(residual + at, lanes) + rounded(value), lanes);
-        });
+        };
+        multiply(worker, fixed_.prepared(worker, product), add);
     }
 
     // The normalized rows, for this thread.
@@ -171,7 +172,8 @@ private:
             });
         share_rows(worker, call_.num_rows, [this](int64_t row) {
             const int64_t size = call_.head_dim;
-            const int64_t turn = (call_.positions ? call_.positions[row] : row) * call_.rotary_stride;
+            const int64_t position = call_.positions ? call_.positions[row] : row;
+            const int64_t turn = position * call_.rotary_stride;
             uint16_t* head = call_.out + row * call_.qkv_width;
             for (int64_t index = 0; index < call_.num_rotated_heads; ++index, head += size) {
                 if (call_.qk_norm) {

@@ -27,6 +27,7 @@ import torch
 
 from graphs.capture_sizes import CaptureLadders, parse_capture_sizes
 from runtime import LLM, SamplingParams
+from runtime.device_rates import device_rates
 from runtime.engine import Engine
 from runtime.models import load_decoder_config
 from runtime.step_cost import estimated_cost
@@ -94,7 +95,7 @@ def default_ladders(engine: Engine, capture_sizes: str | None) -> CaptureLadders
     cost = estimated_cost(
         load_decoder_config(config.model_path),
         bytes_per_value=config.dtype.itemsize,
-        device_type=config.device.type,
+        rates=device_rates(config.device),
     )
     return CaptureLadders.default(
         max_num_seqs=num_seqs, max_num_batched_tokens=budget, ridge=cost.ridge

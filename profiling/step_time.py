@@ -12,6 +12,8 @@ from typing import Protocol
 
 import numpy as np
 
+from runtime.device_rates import GPU_RATES
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
@@ -55,17 +57,22 @@ class Hardware:
     """Bytes; what data sheets call GB is 2**30 of them."""
 
 
+def _hardware(gpu: str, name: str, gigabytes: int) -> Hardware:
+    rates = GPU_RATES[gpu]
+    return Hardware(
+        name=name,
+        flop_rate=rates.flop_rate,
+        bandwidth=rates.bandwidth,
+        memory=gigabytes * 2**30,
+    )
+
+
 HARDWARE = {
-    # NVIDIA Ada GPU architecture white paper, appendix A; memory 24 GB of GDDR6X.
-    "rtx4090": Hardware(name="RTX 4090", flop_rate=165.2e12, bandwidth=1008e9, memory=24 * 2**30),
-    # NVIDIA A100 80GB data sheet, SXM.
-    "a100": Hardware(name="A100 80GB SXM", flop_rate=312e12, bandwidth=2039e9, memory=80 * 2**30),
-    # NVIDIA H100 data sheet, SXM; half of the rate given with sparsity.
-    "h100": Hardware(name="H100 SXM", flop_rate=989.5e12, bandwidth=3.35e12, memory=80 * 2**30),
-    # NVIDIA H200 data sheet, SXM; half of the rate given with sparsity.
-    "h200": Hardware(name="H200 SXM", flop_rate=989.5e12, bandwidth=4.8e12, memory=141 * 2**30),
-    # NVIDIA DGX B200 data sheet, an eighth of it: 1,440 GB at 64 TB/s; dense, FP8 rate halved.
-    "b200": Hardware(name="B200", flop_rate=2250e12, bandwidth=8e12, memory=180 * 2**30),
+    "rtx4090": _hardware("RTX 4090", "RTX 4090", 24),
+    "a100": _hardware("A100", "A100 80GB SXM", 80),
+    "h100": _hardware("H100", "H100 SXM", 80),
+    "h200": _hardware("H200", "H200 SXM", 141),
+    "b200": _hardware("B200", "B200", 180),
 }
 
 

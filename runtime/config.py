@@ -18,6 +18,7 @@ from graphs.capture_sizes import CaptureLadders
 
 from . import config_checks as checks
 from . import model_source
+from .device_rates import device_rates
 from .environment import read_environment
 from .errors import ConfigError
 from .resolved_config import LoadFormat, Quantization, ResolvedConfig
@@ -199,8 +200,9 @@ class EngineConfig:
         graph_mode = self._resolve_graph_mode(device, env, reasons)
         ladders = None
         if graph_mode != "none":
-            cost = estimated_cost(decoder, bytes_per_value=dtype.itemsize, device_type=device.type)
-            ladders = self._resolve_ladders(graph_mode, num_seqs, budget, cost.ridge, env, reasons)
+            rates = device_rates(device)
+            ridge = estimated_cost(decoder, bytes_per_value=dtype.itemsize, rates=rates).ridge
+            ladders = self._resolve_ladders(graph_mode, num_seqs, budget, ridge, env, reasons)
         if self.bucket_fitting and (ladders is None or ladders.mixed is None):
             raise ConfigError(
                 f"bucket_fitting=True, but under graph_mode={graph_mode!r} no sizes are captured "

@@ -16,6 +16,7 @@ import numpy as np
 from .block_manager import BlockManager
 from .config import EngineConfig
 from .cpu_threads import limit_threads
+from .device_rates import device_rates
 from .engine_stats import engine_stats
 from .errors import EngineStateError, InvalidRequestError
 from .grammar import GrammarCompiler
@@ -89,7 +90,7 @@ class Engine:
                 estimated_cost(
                     decoder,
                     bytes_per_value=self.config.dtype.itemsize,
-                    device_type=self.config.device.type,
+                    rates=device_rates(self.config.device),
                 )
             )
         self.scheduler = Scheduler(

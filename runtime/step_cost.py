@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
+    from .device_rates import DeviceRates
     from .models import DecoderConfig
 
+_REACHED = 0.7
+"""Of a device's limits, by large products and by long reads."""
 _DECAY = 0.995
 """Weight of an observation relative to the next one, so that about the last 200 count."""
 _MIN_OBSERVATIONS = 16
@@ -65,28 +68,26 @@ class RooflineCost:
 
 
 def estimated_cost(
-    decoder: DecoderConfig, *, bytes_per_value: int, device_type: str
+    decoder: DecoderConfig, *, bytes_per_value: int, rates: DeviceRates
 ) -> RooflineCost:
-    """A roofline of a model on an ordinary device of its type: a start for `MeasuredCost`.
+    """A roofline of a model on a device: a start for `MeasuredCost`.
 
     Args:
         decoder: the model's shape.
         bytes_per_value: of weights, keys and values.
-        device_type: "cpu" or "cuda".
+        rates: the device's limits, of which steps are taken to reach a good part.
     """
     heads, kv_heads = decoder.num_heads, decoder.num_kv_heads
     projections = decoder.hidden_size * decoder.head_dim * (2 * heads + 2 * kv_heads)
     mlp = 3 * decoder.hidden_size * decoder.intermediate_size
     in_layers = decoder.num_layers * (projections + mlp)
     head = decoder.vocab_size * decoder.hidden_size
-    # A few CPU cores with one memory channel; an accelerator of the A100's class.
-    flop_rate, bandwidth = (1e11, 2e10) if device_type == "cpu" else (2e14, 1.5e12)
     return RooflineCost(
         flops_per_token=2.0 * in_layers,
         weight_bytes=float((in_layers + head) * bytes_per_value),
         kv_bytes_per_token=2.0 * decoder.num_layers * kv_heads * decoder.head_dim * bytes_per_value,
-        flop_rate=flop_rate,
-        bandwidth=bandwidth,
+        flop_rate=_REACHED * rates.flop_rate,
+        bandwidth=_REACHED * rates.bandwidth,
     )
 
 

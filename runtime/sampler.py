@@ -252,7 +252,7 @@ def _sample_natively(library: str, logits: torch.Tensor, batch: SamplingBatch) -
         is_filtered &= temperature > 0
         temperature = temperature.masked_fill(is_filtered, 0)
     token_ids, best_logits = draw_native(library, logits, temperature, batch.uniforms)
-    is_valid = best_logits.isfinite()
+    is_valid = torch.from_numpy(np.isfinite(best_logits.numpy()))  # several operators in torch
     if is_filtered is not None:
         rows = (is_filtered & is_valid).nonzero()[:, 0]
         token_ids[rows] = _draw_rows(rows, logits, best_logits, batch)

@@ -348,6 +348,7 @@ def test_closing_with_a_step_in_flight_ends_its_thread(checkpoint):
     (thread,) = set(threading.enumerate()) - before
     assert thread.name == "stepgraph-step"
     llm.close()
+    thread.join(timeout=30)  # it may itself be the last to let go of the engine
     assert not thread.is_alive()
 
 

@@ -232,5 +232,5 @@ def run(machine: type[RuleBasedStateMachine], *, max_examples: int = MAX_EXAMPLE
         ),
     )
     assert machine.num_operations >= 60 * max_examples
-    # Hypothesis draws from the constants of whatever modules are loaded: 67 to 534 were seen for 75.
+    # Hypothesis draws from constants of whatever modules are loaded: 67 to 534 were seen for 75.
     assert machine.num_copies >= max_examples // 5

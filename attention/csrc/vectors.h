@@ -98,9 +98,23 @@ inline Ints lane_numbers() {
 
 // -- 16-bit floats ----------------------------------------------------------------------------
 
-inline Floats bfloat_to_float(Halves value) {
-    return bits<Floats>(__builtin_convertvector(value, Words) << 16);
+inline Words widen(Halves value) {  // GCC 12 makes four instructions of the conversion
+#if defined(__AVX512F__)
+    return bits<Words>(_mm512_maskz_cvtepu16_epi32(0xffff, bits<__m256i>(value)));
+#else
+    return __builtin_convertvector(value, Words);
+#endif
 }
+
+inline Halves narrow(Words value) {
+#if defined(__AVX512F__)
+    return bits<Halves>(_mm512_maskz_cvtepi32_epi16(0xffff, bits<__m512i>(value)));
+#else
+    return __builtin_convertvector(value, Halves);
+#endif
+}
+
+inline Floats bfloat_to_float(Halves value) { return bits<Floats>(widen(value) << 16); }
 
 inline Floats half_to_float(Halves value) {
 #if defined(__AVX512F__)
@@ -125,11 +139,15 @@ inline uint16_t float_to_bfloat(float value) {
 }
 
 inline Halves float_to_bfloat(Floats value) {
+#if defined(__AVX512BF16__)  // which makes subnormal numbers zero, as its products do
+    return bits<Halves>(_mm512_maskz_cvtneps_pbh(0xffff, bits<__m512>(value)));
+#else
     const Words word = bits<Words>(value);
     const Words is_nan = bits<Words>((word & 0x7fffffff) > 0x7f800000);
     const Words nearest = (word + 0x7fff + ((word >> 16) & 1)) >> 16;
     const Words quiet_nan = (word >> 16) | 0x40;
-    return __builtin_convertvector((is_nan & quiet_nan) | (~is_nan & nearest), Halves);
+    return narrow((is_nan & quiet_nan) | (~is_nan & nearest));
+#endif
 }
 
 inline uint16_t float_to_half(float value) {

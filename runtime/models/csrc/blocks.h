@@ -46,14 +46,15 @@ struct Grid {
 // One task of a grid.
 struct Block {
     int first_row, num_rows, first_panel, num_panels;
-    bool has_next_panels;
+    bool is_alone, has_next_panels;  // the only one with its panels; there are further ones
 
     Block(const Grid& grid, int task)
         : first_row(task % grid.num_blocks() * grid.rows),
           num_rows(std::min(grid.rows, grid.num_rows - first_row)),
           first_panel(task / grid.num_blocks() * grid.panels),
           num_panels(std::min(grid.panels, grid.num_panels - first_panel)),
-          has_next_panels(grid.num_blocks() == 1 && first_panel + num_panels < grid.num_panels) {}
+          is_alone(grid.num_blocks() == 1),
+          has_next_panels(first_panel + num_panels < grid.num_panels) {}
 
     // A block's product with the weight's panels from so many after first_panel on.
     void multiply(const Input& x, const Weight& weight, int64_t panels_on, Sums& sums) const {
@@ -81,11 +82,12 @@ private:
         multiply_fixed<1>(num_rows, rows, panels, sums.values, next);
     }
 
-    // The panels of the next task, if it has others.
+    // These panels and those of the next task, if each is read by one task alone.
     Upcoming upcoming(const Panels& panels) const {
-        if (!has_next_panels) return {};
+        if (!is_alone) return {};
         const auto* next = reinterpret_cast<const char*>(panels.words + num_panels * panels.stride);
-        return {next, next + num_panels * panels.stride * sizeof(uint32_t)};
+        const int64_t num_bytes = num_panels * panels.stride * sizeof(uint32_t);
+        return {next, has_next_panels ? next + num_bytes : next, true};
     }
 
     void multiply_words(

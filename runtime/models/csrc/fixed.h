@@ -90,7 +90,7 @@ template <int panels>
 constexpr int kFixedTileRows = kTileRows<panels> / 2;  // there are two sums for each
 
 // sums [R, P * kPanel], row stride kSumsStride, of the first R rows and P panels.
-template <int R, int P, bool fetch>
+template <int R, int P, Fetch fetch>
 inline void multiply_fixed_tile(
     const FixedRows& x, const Panels& panels, float* sums, Upcoming& upcoming) {
     constexpr int vectors = P * kPanelVectors;
@@ -102,7 +102,7 @@ inline void multiply_fixed_tile(
     }
     const uint32_t* words = panels.words;
     for (int64_t i = 0; i < 2 * panels.pairs; i += 4, words += kPanel) {
-        if constexpr (fetch) upcoming.fetch();
+        upcoming.step<fetch, P>(words, panels.stride);
         Words factors[vectors];
 #pragma GCC unroll 16
         for (int v = 0; v < vectors; ++v) {
@@ -139,11 +139,9 @@ template <int P, int R = kFixedTileRows<P>>
 inline void multiply_fixed_rows(
     int num_rows, const FixedRows& x, const Panels& panels, float* sums, Upcoming& upcoming) {
     if (num_rows == R) {
-        if (upcoming.next < upcoming.end) {
-            multiply_fixed_tile<R, P, true>(x, panels, sums, upcoming);
-        } else {
-            multiply_fixed_tile<R, P, false>(x, panels, sums, upcoming);
-        }
+        with_fetch(upcoming.fetch(), [&](auto fetch) {
+            multiply_fixed_tile<R, P, fetch>(x, panels, sums, upcoming);
+        });
     } else if constexpr (R > 1) {
         multiply_fixed_rows<P, R - 1>(num_rows, x, panels, sums, upcoming);
     }

@@ -12,6 +12,8 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
+#include <utility>
 
 #include "elements.h"
 
@@ -97,21 +99,52 @@ template <int panels>
 constexpr int kTileRows = panels == 1 ? 4 : 1;
 #endif
 
-// Memory to bring into the cache beside other work, a step at a time.
-struct Upcoming {
-    const char *next = nullptr, *end = nullptr;
+// What a tile brings into the cache beside its work.
+enum class Fetch { kNothing, kOwnPanels, kNextPanels };
 
-    void fetch() {
-        for (int line = 0; line < kLinesPerStep; ++line, next += 64) __builtin_prefetch(next, 0, 2);
+struct Upcoming {
+    const char *next = nullptr, *end = nullptr;  // the next panels
+    bool own = false;  // whether the first tile's own panels come from memory too
+
+    Fetch fetch() const {
+        if (next < end) return Fetch::kNextPanels;
+        return own ? Fetch::kOwnPanels : Fetch::kNothing;
     }
 
-    static constexpr int kLinesPerStep = 2;
+    // What is due beside a step of a tile, which is at `words` of P panels.
+    template <Fetch fetch, int P>
+    void step(const uint32_t* words, int64_t stride) {
+        if constexpr (fetch == Fetch::kNextPanels) {
+            for (int line = 0; line < 2; ++line, next += 64) __builtin_prefetch(next, 0, 2);
+        }
+        // The processor does so by itself, but only to the end of a page of 4 KB, and few rows'
+        // products get to the next one before its memory does.
+        if constexpr (fetch == Fetch::kOwnPanels) {
+            constexpr int64_t line = 16, ahead = 2048;  // words
+#pragma GCC unroll 4
+            for (int64_t i = 0; i < P * kPanel; i += line) {
+                __builtin_prefetch(words + i / kPanel * stride + i % kPanel + ahead, 0, 3);
+            }
+        }
+    }
 };
+
+// Calls function with what is to be fetched as a constant.
+template <class Function>
+inline void with_fetch(Fetch fetch, const Function& function) {
+    if (fetch == Fetch::kNextPanels) {
+        function(std::integral_constant<Fetch, Fetch::kNextPanels>{});
+    } else if (fetch == Fetch::kOwnPanels) {
+        function(std::integral_constant<Fetch, Fetch::kOwnPanels>{});
+    } else {
+        function(std::integral_constant<Fetch, Fetch::kNothing>{});
+    }
+}
 
 // sums [R, P * kPanel], row stride kSumsStride, of the first R rows and P panels; with `more`
 // added to what is there. Each is summed from the first pair to the last, so it is the same
 // whatever rows and panels share the tile, and however the pairs are divided between calls.
-template <class Source, int R, int P, bool fetch>
+template <class Source, int R, int P, Fetch fetch>
 inline void multiply_tile(
     const Rows& x, const Panels& panels, bool more, float* sums, Upcoming& upcoming) {
     constexpr int vectors = P * kPanelVectors;
@@ -125,7 +158,7 @@ inline void multiply_tile(
     }
     const uint32_t* words = panels.words;
     for (int64_t k = 0; k < panels.pairs; words += kPanel) {
-        if constexpr (fetch) upcoming.fetch();
+        upcoming.step<fetch, P>(words, panels.stride);
 #pragma GCC unroll 2
         for (int half = 0; half < Source::kPairsPerWord; ++half, ++k) {
             Words factors[vectors];
@@ -156,26 +189,25 @@ inline void multiply_rows(
     int num_rows, const Rows& x, const Panels& panels, bool more, float* sums,
     Upcoming& upcoming) {
     if (num_rows == R) {
-        if (upcoming.next < upcoming.end) {
-            multiply_tile<Source, R, P, true>(x, panels, more, sums, upcoming);
-        } else {
-            multiply_tile<Source, R, P, false>(x, panels, more, sums, upcoming);
-        }
+        with_fetch(upcoming.fetch(), [&](auto fetch) {
+            multiply_tile<Source, R, P, fetch>(x, panels, more, sums, upcoming);
+        });
     } else if constexpr (R > 1) {
         multiply_rows<Source, P, R - 1>(num_rows, x, panels, more, sums, upcoming);
     }
 }
 
 // Calls tile(first row, rows, what to fetch) for tiles of similar heights, rather than full ones
-// and a small rest. The first is bound by the panels' way from memory. The others find them in the
-// cache, and can fetch.
+// and a small rest. The first waits for the panels' way from memory. The others find them in the
+// cache, and fetch the next ones.
 template <class Tile>
 inline void for_tiles(int num_rows, int most_rows, Upcoming upcoming, const Tile& tile) {
-    Upcoming nothing;
+    Upcoming first;
+    std::swap(first.own, upcoming.own);
     int num_tiles = (num_rows + most_rows - 1) / most_rows;
     for (int row = 0; num_tiles > 0; --num_tiles) {
         const int rows = (num_rows - row + num_tiles - 1) / num_tiles;
-        tile(row, rows, row == 0 ? nothing : upcoming);
+        tile(row, rows, row == 0 ? first : upcoming);
         row += rows;
     }
 }

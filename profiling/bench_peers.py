@@ -5,10 +5,11 @@
 
 An engine is a name and its options: stepgraph, stepgraph:quantization=int8, vllm,
 transformers, transformers:continuous=true, openvino:gguf=FILE, llama:gguf=FILE (llama-cpp-python;
-the same weights as a GGUF). All processes start and load first, then take turns, one at work at a
-time. Prompts are random token ids from 17 to 9,999, new in each round and the same for all
-engines; temperature 0.6, end tokens ignored, bfloat16 (llama: what the file has). Printed: medians
-over the rounds, and their ratio to the first engine.
+the same weights as a GGUF), memory (in W1: the limit of reading all weights for each token). All
+processes start and load first, then take turns, one at work at a time. Prompts are random token ids
+from 17 to 9,999, new in each round and the same for all engines; temperature 0.6, end tokens
+ignored, bfloat16 (llama: what the file has). Printed: medians over the rounds, and their ratio to
+the first engine.
 
 W1  one sequence: prompt 128, output 128; output tokens/s
 W2  32 sequences at once: prompts 128..1024, outputs 32..128, uniform; output tokens/s
@@ -44,6 +45,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "transformers": {"continuous": False, "max_num_batched_tokens": 512, "cache_tokens": 90_000},
     "openvino": {"max_num_batched_tokens": 512, "cache_gib": 2, "precision": "bf16"},
     "llama": {"sequences": 32, "context": MAX_MODEL_LEN, "max_num_batched_tokens": 512},
+    "memory": {"threads": len(os.sched_getaffinity(0))},
 }
 Requests = list[dict[str, Any]]
 Times = list[list[float]]
@@ -58,7 +60,8 @@ class Worker:
         if name not in DEFAULTS:
             raise SystemExit(f"there is no engine {name!r}; use one of {', '.join(DEFAULTS)}")
         options = DEFAULTS[name] | dict(_parse_option(item) for item in text.split(",") if item)
-        self.has_latencies = name != "transformers" or options["continuous"]
+        self.serves_many = name != "memory"
+        self.has_latencies = self.serves_many and (name != "transformers" or options["continuous"])
         self._process = subprocess.Popen(
             [python, str(WORKER), name, model, json.dumps(options)],
             stdin=subprocess.PIPE,
@@ -94,7 +97,7 @@ class Worker:
 def _environment(name: str, python: str) -> dict[str, str]:
     environ = dict(os.environ)
     environ.pop("OMP_NUM_THREADS", None)  # Each engine shall choose for itself.
-    if name == "stepgraph":
+    if name in ("stepgraph", "memory"):
         environ["PYTHONPATH"] = str(WORKER.parents[1])
     if name == "vllm":
         environ |= {
@@ -239,6 +242,8 @@ def run_round(args: argparse.Namespace, worker: Worker, report: Report, number: 
     seed = 1000 * (number + 1)
     if "W1" in args.workloads:
         report.add("W1 tok/s", worker.spec, tokens_per_second(worker.run(single(seed))))
+    if not worker.serves_many:
+        return
     if "W2" in args.workloads:
         report.add("W2 tok/s", worker.spec, tokens_per_second(worker.run(many(seed + 1))))
     if "W3" in args.workloads:

@@ -176,9 +176,9 @@ class Simulation:
 
     def _step(self) -> None:
         scheduled = self.scheduler.schedule()
-        num_tokens, num_kv_tokens = scheduled.num_tokens, scheduled.num_kv_tokens
-        seconds = COST.seconds(scheduled.bucket or num_tokens, num_kv_tokens)
-        unpadded = COST.seconds(num_tokens, num_kv_tokens)
+        num_tokens, attended = scheduled.num_tokens, (scheduled.num_kv_tokens, scheduled.num_pairs)
+        seconds = COST.seconds(scheduled.bucket or num_tokens, *attended)
+        unpadded = COST.seconds(num_tokens, *attended)
         self._steps.append((num_tokens, scheduled.bucket, seconds, unpadded))
         num_partial = scheduled.num_seqs - len(scheduled.sampled)
         self._num_shortened += num_partial > 0 and num_tokens < self._budget

@@ -43,13 +43,13 @@ class FittedStepTime:
             seconds += cost * min(max(shape.num_tokens - start, 0), end - start)
         return seconds + self.per_kv_token * shape.num_kv_tokens + self.per_pair * shape.num_pairs
 
-    def seconds(self, num_tokens: int, num_kv_tokens: int) -> float:
-        """As `StepTime.seconds`: as if every sequence decoded."""
+    def seconds(self, num_tokens: int, num_kv_tokens: int, num_pairs: int) -> float:
+        """As `StepTime.seconds`: as if every token were sampled."""
         shape = StepShape(
             num_tokens=num_tokens,
             num_sampled=num_tokens,
             num_kv_tokens=num_kv_tokens,
-            num_pairs=num_kv_tokens,
+            num_pairs=num_pairs,
         )
         return float(self.step_seconds(shape))
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from peer_llama import LlamaCppEngine
+from peer_memory import MemoryLimit
 from peer_transformers import transformers_engine
 
 
@@ -147,6 +148,7 @@ ENGINES: dict[str, Callable[[str, dict[str, Any]], Engine]] = {
     "transformers": transformers_engine,
     "openvino": OpenVinoEngine,
     "llama": LlamaCppEngine,
+    "memory": MemoryLimit,
 }
 
 

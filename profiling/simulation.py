@@ -285,12 +285,11 @@ class Replica:
 
 def shape_of(scheduled: ScheduledBatch, *, is_captured: bool) -> StepShape:
     """What of a batch decides its time."""
-    new, computed = scheduled.num_new_tokens, scheduled.num_computed_tokens
     return StepShape(
         num_tokens=scheduled.bucket or scheduled.num_tokens,
         num_sampled=len(scheduled.sampled),
         num_kv_tokens=scheduled.num_kv_tokens,
-        num_pairs=int((new * computed + new * (new + 1) // 2).sum()),
+        num_pairs=scheduled.num_pairs,
         is_uniform_decode=scheduled.is_uniform_decode,
         is_captured=is_captured,
     )

@@ -94,10 +94,10 @@ class SkippingScheduler(Scheduler):
         num_tokens = table.num_tokens[rows] + num_steps
         table.num_tokens[rows] = num_tokens
         if self.sizing.has_target and self.config.policy != "prefill_first":
-            has_prompts = self.num_waiting > 0
+            has_waiting = self.num_waiting > 0
             for step in range(num_steps):
                 num_kv_tokens = run.num_kv_tokens + step * run.num_seqs
-                self.sizing.prompt_tokens(run.num_seqs, num_kv_tokens, has_prompts=has_prompts)
+                self.sizing.prompt_tokens(run.num_seqs, num_kv_tokens, has_waiting=has_waiting)
         self._next_step += num_steps
         if num_steps < run.num_steps:
             return []

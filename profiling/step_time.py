@@ -39,8 +39,8 @@ class StepTime(Protocol):
         """Time of a step or of [n] steps; the same to the last bit either way."""
         ...
 
-    def seconds(self, num_tokens: int, num_kv_tokens: int) -> float:
-        """What a scheduler that knows no more than these two numbers predicts."""
+    def seconds(self, num_tokens: int, num_kv_tokens: int, num_pairs: int) -> float:
+        """What a scheduler that knows no more than these numbers predicts."""
         ...
 
 
@@ -215,13 +215,13 @@ class RooflineStepTime:
         on_device = layers + elementwise + head + attention
         return self.host_seconds + np.maximum(on_device, self._launching(shape))
 
-    def seconds(self, num_tokens: int, num_kv_tokens: int) -> float:
-        """As `StepTime.seconds`: as if every sequence decoded."""
+    def seconds(self, num_tokens: int, num_kv_tokens: int, num_pairs: int) -> float:
+        """As `StepTime.seconds`: as if every token were sampled."""
         shape = StepShape(
             num_tokens=num_tokens,
             num_sampled=num_tokens,
             num_kv_tokens=num_kv_tokens,
-            num_pairs=num_kv_tokens,
+            num_pairs=num_pairs,
         )
         return float(self.step_seconds(shape))
 

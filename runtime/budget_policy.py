@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 from .scheduler_config import SchedulerConfig
-from .step_cost import StepCost
+from .step_cost import StepCost, chunk_pairs
 
 if TYPE_CHECKING:
     from graphs.capture_sizes import CaptureSizes
+
+Prompts: TypeAlias = Sequence[tuple[int, int]]
+"""Of each how many tokens are computed, and how many are left."""
 
 UNPADDED = 0
 """`ScheduledBatch.bucket` of a step that runs at its own size."""
@@ -72,21 +76,25 @@ class BudgetPolicy:
         size = self.ladders.lookup(num_tokens, is_uniform_decode=is_uniform_decode)
         return UNPADDED if size is None else size
 
-    def prompt_tokens(self, num_decodes: int, num_kv_tokens: int, *, has_prompts: bool) -> int:
+    def prompt_tokens(
+        self, num_decodes: int, num_kv_tokens: int, under_way: Prompts = (), *, has_waiting: bool
+    ) -> int:
         """Prompt tokens that a step may hold beside its decodes.
 
         Args:
             num_decodes: decodes of the step.
-            num_kv_tokens: their context after the step, and what prompts under way have computed.
-            has_prompts: whether any sequence could use them.
+            num_kv_tokens: their context after the step.
+            under_way: prompts that have begun, in their order.
+            has_waiting: whether there are others.
         """
         room = self._budget - num_decodes
         if self._target is None or num_decodes == 0:
             return room
-        allowed = self._largest_step(num_decodes, num_kv_tokens, self._target) - num_decodes
+        largest = self._largest_step(num_decodes, num_kv_tokens, under_way, self._target)
+        allowed = largest - num_decodes
         is_miss = allowed < 0
         share = min(room, max(2, self._budget // _PROMPT_SHARE))
-        if not has_prompts or allowed >= share:
+        if not (under_way or has_waiting) or allowed >= share:
             self._num_held_steps = 0
         else:
             self._num_held_steps += 1
@@ -96,24 +104,28 @@ class BudgetPolicy:
         self.num_target_misses += is_miss
         return max(allowed, 0)
 
-    def _largest_step(self, num_decodes: int, num_kv_tokens: int, target: float) -> int:
+    def _largest_step(
+        self, num_decodes: int, num_kv_tokens: int, under_way: Prompts, target: float
+    ) -> int:
         """Tokens of the largest step within the target, decodes included; -1 if there is none."""
-        if self._seconds(num_decodes, num_kv_tokens, is_uniform_decode=True) > target:
+
+        def fits(size: int) -> bool:
+            num_rows, num_pairs = _attended(under_way, size - num_decodes)
+            seconds = self._seconds(
+                *(size, num_kv_tokens + num_rows, num_kv_tokens + num_pairs),
+                is_uniform_decode=size == num_decodes,
+            )
+            return seconds <= target
+
+        if not fits(num_decodes):
             return -1
-        largest = num_decodes
         if self._mixed is not None:
-            for size in reversed(self._mixed.sizes):
-                num_new = size - num_decodes
-                if num_new <= 0:
-                    return largest
-                if self._seconds(size, num_kv_tokens + num_new, is_uniform_decode=False) <= target:
-                    return size
-            return largest
-        above = self._budget + 1
+            larger = (size for size in reversed(self._mixed.sizes) if size > num_decodes)
+            return next((size for size in larger if fits(size)), num_decodes)
+        largest, above = num_decodes, self._budget + 1
         while above - largest > 1:
             middle = (largest + above) // 2
-            num_kv = num_kv_tokens + middle - num_decodes
-            if self._seconds(middle, num_kv, is_uniform_decode=False) <= target:
+            if fits(middle):
                 largest = middle
             else:
                 above = middle
@@ -132,7 +144,14 @@ class BudgetPolicy:
         return 0 if size is None or size < num_before + 2 else num_before + num_new - size
 
     def shortening_pays(
-        self, num_tokens: int, num_left: int, *, num_kv_tokens: int, num_next_decodes: int
+        self,
+        num_tokens: int,
+        num_left: int,
+        *,
+        num_kv_tokens: int,
+        num_pairs: int,
+        num_left_pairs: int,
+        num_next_decodes: int,
     ) -> bool:
         """Whether leaving the end of a prompt to the next step delays no sequence's token.
 
@@ -140,22 +159,40 @@ class BudgetPolicy:
             num_tokens: tokens of the whole step, which would end the prompt.
             num_left: how many of them the next step would run instead.
             num_kv_tokens: context of the whole step.
+            num_pairs: pairs of a query and a key in it.
+            num_left_pairs: those of what is left.
             num_next_decodes: sequences that decode in the next step besides.
         """
-        padded = self._seconds(num_tokens, num_kv_tokens, is_uniform_decode=False)
+        padded = self._seconds(num_tokens, num_kv_tokens, num_pairs, is_uniform_decode=False)
         shortened = self._seconds(
-            num_tokens - num_left, num_kv_tokens - num_left, is_uniform_decode=False
+            *(num_tokens - num_left, num_kv_tokens - num_left, num_pairs - num_left_pairs),
+            is_uniform_decode=False,
         )
+        num_next_kv_tokens = num_kv_tokens + num_next_decodes
         following = self._seconds(
-            num_next_decodes + num_left,
-            num_kv_tokens + num_next_decodes,
+            *(num_next_decodes + num_left, num_next_kv_tokens, num_next_kv_tokens + num_left_pairs),
             is_uniform_decode=num_left == 1,
         )
         if self._target is not None and following > self._target:
             return False  # the rest might be held back for some steps
         return shortened + following <= padded
 
-    def _seconds(self, num_tokens: int, num_kv_tokens: int, *, is_uniform_decode: bool) -> float:
+    def _seconds(
+        self, num_tokens: int, num_kv_tokens: int, num_pairs: int, *, is_uniform_decode: bool
+    ) -> float:
         assert self._cost is not None, "a prediction needs a step cost"
         bucket = self.bucket(num_tokens, is_uniform_decode=is_uniform_decode)
-        return self._cost.seconds(bucket or num_tokens, num_kv_tokens)
+        return self._cost.seconds(bucket or num_tokens, num_kv_tokens, num_pairs)
+
+
+def _attended(under_way: Prompts, num_new: int) -> tuple[int, int]:
+    """K/V rows and pairs of a step's prompt tokens: of prompts under way, then of a new one."""
+    num_rows = num_pairs = 0
+    for computed, left in (*under_way, (0, num_new)):
+        if num_new == 0:
+            break
+        new = min(left, num_new)
+        num_rows += computed + new
+        num_pairs += chunk_pairs(computed, new)
+        num_new -= new
+    return num_rows, num_pairs

@@ -181,5 +181,9 @@ class StepPipeline:
     def _observe(self, scheduled: ScheduledBatch, seconds: float) -> None:
         """Teach the cost model; the time is the step's own."""
         if self._step_cost is not None:
-            num_tokens = scheduled.bucket or scheduled.num_tokens
-            self._step_cost.observe(num_tokens, scheduled.num_kv_tokens, seconds)
+            self._step_cost.observe(
+                scheduled.bucket or scheduled.num_tokens,
+                scheduled.num_kv_tokens,
+                scheduled.num_pairs,
+                seconds,
+            )

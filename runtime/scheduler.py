@@ -18,7 +18,7 @@ from .sequence_table import SequenceTable
 from .siblings import ComputedPrefix, computed_prefix
 from .step import LateIdsBatch, ScheduledBatch, SequenceUpdates, StepOutput
 from .step_builder import StepBuilder
-from .step_cost import StepCost
+from .step_cost import StepCost, chunk_pairs
 from .steps_in_flight import StepsInFlight
 from .waiting_queue import WaitingQueue
 
@@ -201,11 +201,9 @@ class Scheduler:
         return True
 
     def _prompt_tokens(self, step: StepBuilder) -> int:
-        num_kv_tokens = step.num_kv_tokens()
-        if self._prefilling:
-            num_kv_tokens += int(self._table.num_computed[self._prefilling[0].row])
-        has_prompts = bool(self._prefilling or self._waiting)
-        return self.sizing.prompt_tokens(step.num_decodes, num_kv_tokens, has_prompts=has_prompts)
+        size = (step.num_decodes, step.num_kv_tokens())
+        under_way, has_waiting = self._table.progress(self._prefilling), bool(self._waiting)
+        return self.sizing.prompt_tokens(*size, under_way, has_waiting=has_waiting)
 
     def _schedule_prompts(self, step: StepBuilder) -> None:
         under_way = list(self._prefilling)
@@ -291,6 +289,8 @@ class Scheduler:
             step.num_tokens + num_new,
             num_left,
             num_kv_tokens=step.num_kv_tokens() + num_context,
+            num_pairs=step.num_pairs() + chunk_pairs(num_context - num_new, num_new),
+            num_left_pairs=chunk_pairs(num_context - num_left, num_left),
             num_next_decodes=step.num_decodes + len(step.completed_prompts()),
         ):
             return 0

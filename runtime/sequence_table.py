@@ -77,6 +77,12 @@ class SequenceTable:
         """The sequences of [n] live rows."""
         return cast("list[Sequence]", [*map(self.sequences.__getitem__, rows.tolist())])
 
+    def progress(self, sequences: list[Sequence]) -> list[tuple[int, int]]:
+        """Of each sequence how many tokens are computed, and how many are left."""
+        rows = [sequence.row for sequence in sequences]
+        computed, num_tokens = self.num_computed[rows], self.num_tokens[rows]
+        return list(zip(computed.tolist(), (num_tokens - computed).tolist(), strict=True))
+
     def append(self, rows: np.ndarray, token_ids: np.ndarray, time: float) -> np.ndarray:
         """Add one token, known since `time`, to each of [n] rows.
 

@@ -112,6 +112,12 @@ class ScheduledBatch:
         return int(self.num_computed_tokens.sum()) + self.num_tokens
 
     @property
+    def num_pairs(self) -> int:
+        """Pairs of a query and a key that attention looks at."""
+        new, computed = self.num_new_tokens, self.num_computed_tokens
+        return int((new * computed + new * (new + 1) // 2).sum())
+
+    @property
     def is_uniform_decode(self) -> bool:
         """True if every query length is one."""
         return self.num_tokens == self.num_seqs

@@ -9,6 +9,7 @@ from .budget_policy import BudgetPolicy
 from .sequence import Sequence
 from .sequence_table import SequenceTable
 from .step import ScheduledBatch, ScoringBatch
+from .step_cost import chunk_pairs
 
 
 def _int64(values: list[int]) -> np.ndarray:
@@ -47,6 +48,11 @@ class StepBuilder:
         """Context, after the step, of what is in it."""
         decodes = int(self._table.num_computed[self._decode_rows].sum())
         return decodes + sum(self._chunk_starts) + sum(self._chunk_sizes)
+
+    def num_pairs(self) -> int:
+        """Pairs of a query and a key of what is in it."""
+        decodes = int(self._table.num_computed[self._decode_rows].sum())
+        return decodes + sum(map(chunk_pairs, self._chunk_starts, self._chunk_sizes))
 
     def add_decodes(self, rows: np.ndarray) -> None:
         """Put all decoding rows in, one token each; the table's counts are advanced already."""

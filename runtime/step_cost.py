@@ -16,7 +16,7 @@ _REACHED = 0.7
 _DECAY = 0.995
 """Weight of an observation relative to the next one, so that about the last 200 count."""
 _MIN_OBSERVATIONS = 16
-"""Steps seen before a fit is believed: three unknowns, and the first steps are slow."""
+"""Steps seen before a fit is believed: four unknowns, and the first steps are slow."""
 _MIN_BUCKET_OBSERVATIONS = 4
 """Steps of one size seen before their own mean is believed."""
 _MAX_SURPRISE = 4.0
@@ -26,15 +26,21 @@ _MAX_SURPRISE = 4.0
 class StepCost(Protocol):
     """Predicts the time of a step."""
 
-    def seconds(self, num_tokens: int, num_kv_tokens: int) -> float:
+    def seconds(self, num_tokens: int, num_kv_tokens: int, num_pairs: int) -> float:
         """Time of a step.
 
         Args:
             num_tokens: tokens that run, padding included.
             num_kv_tokens: K/V rows that its attention reads: the context of each sequence after
                 the step, summed.
+            num_pairs: pairs of a query and a key that attention looks at; see `chunk_pairs`.
         """
         ...
+
+
+def chunk_pairs(num_computed: int, num_new: int) -> int:
+    """Pairs of a query and a key of `num_new` tokens that follow `num_computed` others."""
+    return num_new * num_computed + num_new * (num_new + 1) // 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +57,8 @@ class RooflineCost:
     """Operations a second that the device reaches."""
     bandwidth: float
     """Bytes a second that the device reads."""
+    flops_per_pair: float = 0.0
+    """Operations for a query and a key, in all layers."""
     overhead: float = 0.0
     """Seconds of a step that depend on nothing."""
 
@@ -60,9 +68,10 @@ class RooflineCost:
         reading = self.weight_bytes / self.bandwidth
         return max(1, round(reading * self.flop_rate / self.flops_per_token))
 
-    def seconds(self, num_tokens: int, num_kv_tokens: int) -> float:
+    def seconds(self, num_tokens: int, num_kv_tokens: int, num_pairs: int) -> float:
         """As `StepCost.seconds`."""
-        computing = self.flops_per_token * num_tokens / self.flop_rate
+        flops = self.flops_per_token * num_tokens + self.flops_per_pair * num_pairs
+        computing = flops / self.flop_rate
         num_bytes = self.weight_bytes + self.kv_bytes_per_token * num_kv_tokens
         return max(computing, num_bytes / self.bandwidth) + self.overhead
 
@@ -88,16 +97,17 @@ def estimated_cost(
         kv_bytes_per_token=2.0 * decoder.num_layers * kv_heads * decoder.head_dim * bytes_per_value,
         flop_rate=_REACHED * rates.flop_rate,
         bandwidth=_REACHED * rates.bandwidth,
+        flops_per_pair=4.0 * decoder.num_layers * heads * decoder.head_dim,
     )
 
 
 class MeasuredCost:
-    """Step time as a + b * tokens + c * kv_tokens, fitted while the engine runs.
+    """Step time as a + b * tokens + c * kv_tokens + d * pairs, fitted while the engine runs.
 
-    Each new step counts fully and older ones ever less. A size that ran often enough is
-    predicted by its own mean, moved by c times what the K/V differs; other sizes by the fit; all
-    by `fallback` until enough steps of differing sizes were seen. No prediction falls with
-    tokens or K/V under the fit: a coefficient that comes out negative is held at zero.
+    Each new step counts fully and older ones ever less. A size that ran often enough is predicted
+    by its own mean, moved by what the fit gives for other K/V and pairs than its mean ones; other
+    sizes by the fit; all by `fallback` until enough steps of differing sizes were seen. Under the
+    fit no prediction falls with anything: a coefficient that comes out negative is held at zero.
 
     Args:
         fallback: predicts before there is a fit.
@@ -106,65 +116,68 @@ class MeasuredCost:
     def __init__(self, fallback: StepCost) -> None:
         self._fallback = fallback
         self._num_observations = 0
-        self._moments = np.zeros((3, 3))  # of (1, tokens, kv)
-        self._products = np.zeros(3)  # of (1, tokens, kv) with the seconds
-        self._fit: tuple[float, float, float] | None = None
+        self._moments = np.zeros((4, 4))  # of (1, tokens, kv, pairs)
+        self._products = np.zeros(4)  # of (1, tokens, kv, pairs) with the seconds
+        self._fit: np.ndarray | None = None
         self._is_stale = False
         self._buckets: dict[int, _BucketMean] = {}
 
     @property
-    def coefficients(self) -> tuple[float, float, float] | None:
-        """Seconds a step, a token and a K/V token; None while the fallback predicts."""
+    def coefficients(self) -> np.ndarray | None:
+        """[4] float64, seconds a step, a token, a K/V token and a pair; None while the fallback
+        predicts."""
         if self._is_stale:
             self._is_stale = False
             self._fit = self._solve()
         return self._fit
 
-    def observe(self, num_tokens: int, num_kv_tokens: int, seconds: float) -> None:
+    def observe(self, num_tokens: int, num_kv_tokens: int, num_pairs: int, seconds: float) -> None:
         """Learn from a step that ran; arguments as of `seconds`, and the time it took.
 
         A step that took far longer than predicted, as one that compiled something, counts with
         a bounded time.
         """
         if self._num_observations >= _MIN_OBSERVATIONS:
-            seconds = min(seconds, _MAX_SURPRISE * self.seconds(num_tokens, num_kv_tokens))
-        features = np.array([1.0, num_tokens, num_kv_tokens])
+            predicted = self.seconds(num_tokens, num_kv_tokens, num_pairs)
+            seconds = min(seconds, _MAX_SURPRISE * predicted)
+        features = np.array([1.0, num_tokens, num_kv_tokens, num_pairs])
         self._moments = _DECAY * self._moments + np.outer(features, features)
         self._products = _DECAY * self._products + seconds * features
         self._num_observations += 1
         self._is_stale = True
-        self._buckets.setdefault(num_tokens, _BucketMean()).add(num_kv_tokens, seconds)
+        self._buckets.setdefault(num_tokens, _BucketMean()).add(features, seconds)
 
-    def seconds(self, num_tokens: int, num_kv_tokens: int) -> float:
+    def seconds(self, num_tokens: int, num_kv_tokens: int, num_pairs: int) -> float:
         """As `StepCost.seconds`."""
         fit = self.coefficients
         if fit is None:
-            return self._fallback.seconds(num_tokens, num_kv_tokens)
-        a, b, c = fit
+            return self._fallback.seconds(num_tokens, num_kv_tokens, num_pairs)
+        features = np.array([1.0, num_tokens, num_kv_tokens, num_pairs])
         bucket = self._buckets.get(num_tokens)
         if bucket is None or bucket.count < _MIN_BUCKET_OBSERVATIONS:
-            return a + b * num_tokens + c * num_kv_tokens
-        return max(0.0, bucket.seconds + c * (num_kv_tokens - bucket.num_kv_tokens))
+            return float(fit @ features)
+        return max(0.0, bucket.seconds + float(fit @ (features - bucket.features)))
 
-    def _solve(self) -> tuple[float, float, float] | None:
+    def _solve(self) -> np.ndarray | None:
         """The least-squares coefficients of what was seen; None if it doesn't determine them."""
         if self._num_observations < _MIN_OBSERVATIONS:
             return None
         scale = np.sqrt(np.diag(self._moments))
-        used = [i for i in range(3) if scale[i] > 0]
+        used = [i for i in range(4) if scale[i] > 0]
         while used:
             moments = self._moments[np.ix_(used, used)] / np.outer(scale[used], scale[used])
             if np.linalg.eigvalsh(moments)[0] < 1e-9:
-                # Steps all alike say nothing of tokens; K/V that never varied can be left out.
-                if used[-1] != 2:
+                # Steps all alike say nothing of tokens. What never varied, or only with what stands
+                # before it, as pairs do with K/V while all sequences decode, can be left out.
+                if used[-1] < 2:
                     return None
                 used.pop()
                 continue
             solution = np.linalg.solve(moments, self._products[used] / scale[used]) / scale[used]
             if solution.min() >= 0:
-                coefficients = np.zeros(3)
+                coefficients = np.zeros(4)
                 coefficients[used] = solution
-                return (float(coefficients[0]), float(coefficients[1]), float(coefficients[2]))
+                return coefficients
             del used[int(solution.argmin())]
         return None
 
@@ -172,15 +185,15 @@ class MeasuredCost:
 class _BucketMean:
     """Decaying means of one size's steps."""
 
-    __slots__ = ("count", "num_kv_tokens", "seconds")
+    __slots__ = ("count", "features", "seconds")
 
     def __init__(self) -> None:
         self.count = 0
-        self.num_kv_tokens = 0.0
+        self.features = np.zeros(4)  # (1, tokens, kv, pairs)
         self.seconds = 0.0
 
-    def add(self, num_kv_tokens: int, seconds: float) -> None:
+    def add(self, features: np.ndarray, seconds: float) -> None:
         self.count += 1
         weight = max(1 / self.count, 1 - _DECAY)
-        self.num_kv_tokens += weight * (num_kv_tokens - self.num_kv_tokens)
+        self.features += weight * (features - self.features)
         self.seconds += weight * (seconds - self.seconds)

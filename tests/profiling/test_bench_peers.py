@@ -18,7 +18,8 @@ class FakeWorker:
     def __init__(self, spec, python, model):
         self.spec, self.python = spec, python
         self.start_seconds = 1.0
-        self.has_latencies = spec != "transformers"
+        self.serves_many = spec != "memory"
+        self.has_latencies = self.serves_many and spec != "transformers"
         self.workloads = []
         self.closed = False
         FakeWorker.made.append(self)
@@ -119,6 +120,15 @@ def test_engines_take_turns_at_the_same_work(monkeypatch, capsys, tmp_path, chec
     )
 
 
+def test_the_memory_takes_its_turn_at_one_sequence_alone(monkeypatch, capsys, checkpoint):
+    options = ["--workloads", "W1", "W2", "W4", "--rounds", "2", "--num-requests", "5"]
+    ours, memory = run_main(monkeypatch, checkpoint, ["stepgraph", "memory", *options])
+    assert len(ours.workloads) == 1 + 2 * 2 + 2
+    assert memory.workloads == [ours.workloads[0], ours.workloads[1], ours.workloads[3]]
+    lines = [line for line in capsys.readouterr().out.splitlines() if " memory " in line]
+    assert [line.split()[0] for line in lines] == ["W1"]
+
+
 def test_each_round_has_conversations_of_its_own(monkeypatch, tmp_path, checkpoint):
     path = tmp_path / "conversations.json"
     turns = [
@@ -152,13 +162,15 @@ def test_only_engines_that_stream_have_latencies(monkeypatch):
     answer = json.dumps({"start_seconds": 0.0})
     process = SimpleNamespace(stdout=SimpleNamespace(readline=lambda: answer))
     monkeypatch.setattr(bench_peers.subprocess, "Popen", lambda *_, **__: process)
-    specs = ["vllm", "transformers", "transformers:continuous=true", "llama:gguf=f"]
+    specs = ["vllm", "transformers", "transformers:continuous=true", "llama:gguf=f", "memory"]
     found = [bench_peers.Worker(s, "/venv/bin/python", "model").has_latencies for s in specs]
-    assert found == [True, False, True, True]
+    assert found == [True, False, True, True, False]
 
 
-def test_an_engine_serves_in_a_process_of_its_own(checkpoint):
-    spec = "stepgraph:dtype=float32,max_model_len=64,kv_cache_bytes=1000000"
+@pytest.mark.parametrize(
+    "spec", ["stepgraph:dtype=float32,max_model_len=64,kv_cache_bytes=1000000", "memory:threads=2"]
+)
+def test_an_engine_serves_in_a_process_of_its_own(checkpoint, spec):
     worker = bench_peers.Worker(spec, sys.executable, str(checkpoint("llama")))
     assert worker.start_seconds > 0
     times = worker.run([bench_peers.request([5, 6, 7], 4), bench_peers.request([9] * 20, 2)])

@@ -71,4 +71,4 @@ def test_loads_are_served_and_foretold_with_one_fit(monkeypatch, capsys, tmp_pat
         measured, foretold = float(row[2]), float(row[3])
         assert measured > 0 and foretold > 0
     saved = FittedStepTime.load(path)
-    assert saved.base >= 0 and np.isfinite(saved.seconds(10, 100))
+    assert saved.base >= 0 and np.isfinite(saved.seconds(10, 100, 100))

@@ -26,8 +26,8 @@ def test_mixing_gains_at_least_what_the_note_measured_on_an_engine_bound_by_its_
 def test_the_host_bounds_a_step_that_the_device_ends_sooner():
     hosts = note_experiment.HOSTS
     slow, fast = (note_experiment.eager(hosts[name]) for name in ("published", "Python alone"))
-    assert slow.seconds(8, 8000) == pytest.approx(36 / 32 / 25.5 + slow.host_seconds)
-    assert slow.seconds(2048, 2048) == pytest.approx(fast.seconds(2048, 2048))
+    assert slow.seconds(8, 8000, 8000) == pytest.approx(36 / 32 / 25.5 + slow.host_seconds)
+    assert slow.seconds(2048, 2048, 2048) == pytest.approx(fast.seconds(2048, 2048, 2048))
 
 
 def test_the_pool_is_what_weights_libraries_and_a_warm_up_leave():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from graphs.capture_sizes import CaptureLadders, CaptureSizes
 from runtime.budget_policy import BudgetPolicy
 from runtime.scheduler_config import SchedulerConfig
-from runtime.step_cost import RooflineCost
+from runtime.step_cost import RooflineCost, StepCost
 
 COST = RooflineCost(
     flops_per_token=1.0,
@@ -25,7 +26,7 @@ COST = RooflineCost(
 class CubicCost:
     """Makes large steps so dear that every chunk which can be shortened is."""
 
-    def seconds(self, num_tokens: int, num_kv_tokens: int) -> float:
+    def seconds(self, num_tokens: int, num_kv_tokens: int, num_pairs: int) -> float:
         return float(num_tokens**3)
 
 
@@ -247,7 +248,12 @@ def test_shortening_never_delays_any_token_of_the_two_steps():
         num_new = rng.randint(1, 2048 - num_before)
         num_left = policy.num_beyond_size(num_new, num_before=num_before)
         if not num_left or not policy.shortening_pays(
-            num_before + num_new, num_left, num_kv_tokens=3000, num_next_decodes=num_next
+            num_before + num_new,
+            num_left,
+            num_kv_tokens=3000,
+            num_pairs=4000,
+            num_left_pairs=1000,
+            num_next_decodes=num_next,
         ):
             continue
         fitted = num_new - num_left
@@ -257,15 +263,15 @@ def test_shortening_never_delays_any_token_of_the_two_steps():
         rest = num_next + num_new - fitted
         padded = next(size for size in sizes if size >= num_before + num_new)
         kind = policy.bucket(rest, is_uniform_decode=num_new - fitted == 1)
-        two_steps = COST.seconds(num_before + fitted, 3000) + COST.seconds(kind or rest, 3100)
-        assert two_steps <= COST.seconds(padded, 3000) + 0.2
+        two_steps = COST.seconds(num_before + fitted, 3000, 0) + COST.seconds(kind or rest, 3100, 0)
+        assert two_steps <= COST.seconds(padded, 3000, 0) + 0.2
     assert num_shortened > 100
 
 
 # The latency target
 
 
-def target_policy(target_ms: float, *, with_ladders: bool) -> BudgetPolicy:
+def target_policy(target_ms: float, *, with_ladders: bool, cost: StepCost = COST) -> BudgetPolicy:
     config = SchedulerConfig(
         max_num_seqs=64,
         max_num_batched_tokens=2048,
@@ -273,7 +279,7 @@ def target_policy(target_ms: float, *, with_ladders: bool) -> BudgetPolicy:
         ladders=ladders(64, 128, 512, 1024, 2048) if with_ladders else None,
         itl_target_ms=target_ms,
     )
-    return BudgetPolicy(config, COST)
+    return BudgetPolicy(config, cost)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +287,7 @@ def target_policy(target_ms: float, *, with_ladders: bool) -> BudgetPolicy:
 )
 def test_the_largest_bucket_within_the_target_is_the_budget(seconds, total):
     policy = target_policy(1000 * seconds, with_ladders=True)
-    prompts = policy.prompt_tokens(10, 20, has_prompts=True)
+    prompts = policy.prompt_tokens(10, 20, has_waiting=True)
     assert prompts == total - 10
     assert policy.num_target_misses == 0
 
@@ -289,28 +295,47 @@ def test_the_largest_bucket_within_the_target_is_the_budget(seconds, total):
 @pytest.mark.parametrize(("seconds", "total"), [(5000, 2048), (1025.5, 1025), (333, 333)])
 def test_without_ladders_the_largest_token_count_within_the_target_is_the_budget(seconds, total):
     policy = target_policy(1000 * seconds, with_ladders=False)
-    assert policy.prompt_tokens(10, 20, has_prompts=True) == total - 10
+    assert policy.prompt_tokens(10, 20, has_waiting=True) == total - 10
+
+
+def test_the_budget_counts_what_prompts_have_computed_already():
+    cost = dataclasses.replace(COST, flops_per_pair=0.01)
+    policy = target_policy(500_000, with_ladders=False, cost=cost)
+
+    def pairs(*chunks):
+        return sum(n * before + n * (n + 1) // 2 for before, n in chunks)
+
+    for under_way, chunks_of in [
+        ([], lambda n: [(0, n)]),
+        ([(1000, 5000)], lambda n: [(1000, n)]),
+        ([(1000, 20), (300, 30)], lambda n: [(1000, 20), (300, 30), (0, n - 50)]),
+    ]:
+        num_new = policy.prompt_tokens(10, 90, under_way, has_waiting=True)
+        taken, more = (
+            cost.seconds(10 + n, 0, 90 + pairs(*chunks_of(n))) for n in (num_new, num_new + 1)
+        )
+        assert taken <= 500 < more
 
 
 def test_where_no_bucket_meets_the_target_prompts_get_a_share_now_and_then():
     policy = target_policy(50_000, with_ladders=True)
-    shares = [policy.prompt_tokens(10, 20, has_prompts=True) for _ in range(12)]
+    shares = [policy.prompt_tokens(10, 20, has_waiting=True) for _ in range(12)]
     assert shares == [0, 0, 0, 128] * 3
     assert policy.num_target_misses == 12
-    assert policy.prompt_tokens(10, 20, has_prompts=False) == 0
+    assert policy.prompt_tokens(10, 20, has_waiting=False) == 0
     assert policy.num_target_misses == 13, "the decodes alone are too slow"
 
 
 def test_where_decodes_fill_the_largest_bucket_prompts_get_a_share_now_and_then():
     policy = target_policy(101_000, with_ladders=True)
-    shares = [policy.prompt_tokens(60, 20, has_prompts=True) for _ in range(8)]
+    shares = [policy.prompt_tokens(60, 20, has_waiting=True) for _ in range(8)]
     assert shares == [4, 4, 4, 128] * 2
     assert policy.num_target_misses == 2, "only the steps that were made too large"
 
 
 def test_a_step_without_decodes_has_no_target():
     policy = target_policy(1, with_ladders=True)
-    assert policy.prompt_tokens(0, 0, has_prompts=True) == 2048
+    assert policy.prompt_tokens(0, 0, has_waiting=True) == 2048
     assert policy.num_target_misses == 0
 
 
@@ -354,7 +379,7 @@ def test_decodes_beside_a_long_prompt_keep_to_the_target(make_bench, with_ladder
     while long.first_token_time is None:
         batch = bench.schedule()
         assert batch.num_decodes == 4
-        assert COST.seconds(batch.bucket or batch.num_tokens, batch.num_kv_tokens) <= 300
+        assert COST.seconds(batch.bucket or batch.num_tokens, batch.num_kv_tokens, 0) <= 300
         bench.scheduler.update(batch, bench.model.execute(batch))
         num_steps += 1
     assert num_steps == -(-4000 // (252 if with_ladders else 296))

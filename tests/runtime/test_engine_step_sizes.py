@@ -61,7 +61,7 @@ def test_the_size_of_steps_does_not_change_what_is_generated(checkpoint, options
 def test_the_cost_of_steps_is_learned_while_the_engine_runs(checkpoint):
     _, engine = run(checkpoint("llama"), itl_target_ms=1000)
     assert engine._step_cost.coefficients is not None
-    assert 0 < engine._step_cost.seconds(16, 200) < 10
+    assert 0 < engine._step_cost.seconds(16, 200, 200) < 10
     _, plain = run(checkpoint("llama"))
     assert plain._step_cost is None
 

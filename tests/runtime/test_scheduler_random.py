@@ -20,7 +20,7 @@ from graphs.capture_sizes import CaptureLadders
 class CubicCost:
     """Makes large steps so dear that every chunk which can be shortened is."""
 
-    def seconds(self, num_tokens: int, num_kv_tokens: int) -> float:
+    def seconds(self, num_tokens: int, num_kv_tokens: int, num_pairs: int) -> float:
         return float(num_tokens**3) + 0.01 * num_kv_tokens
 
 

@@ -126,7 +126,12 @@ def give_back_free_memory(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc has it
+    trim_host_memory()
+
+
+def trim_host_memory() -> None:
+    """Return to the system what was freed in the process's heap and is kept for reuse."""
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc has it
         trim(0)
 
 

@@ -13,6 +13,7 @@ from graphs import ForwardModel
 
 from .compiled_layers import CompiledLayers, compile_layers
 from .errors import ConfigError
+from .kv_memory import trim_host_memory
 from .models import (
     DecoderConfig,
     DecoderWeights,
@@ -52,6 +53,7 @@ class LoadedModel:
         self._layers = self._compile_layers(config)
         self.forward = self._choose_forward(refusal)
         """The decoder's forward, over compiled, native or plain regions."""
+        trim_host_memory()  # loading left copies of weights, and the KV pool comes next
 
     @property
     def compilation(self) -> dict[str, Any]:

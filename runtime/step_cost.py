@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -101,6 +101,15 @@ def estimated_cost(
     )
 
 
+class Coefficients(NamedTuple):
+    """Of a fit, all in seconds."""
+
+    step: float
+    token: float
+    kv_token: float
+    pair: float
+
+
 class MeasuredCost:
     """Step time as a + b * tokens + c * kv_tokens + d * pairs, fitted while the engine runs.
 
@@ -118,14 +127,13 @@ class MeasuredCost:
         self._num_observations = 0
         self._moments = np.zeros((4, 4))  # of (1, tokens, kv, pairs)
         self._products = np.zeros(4)  # of (1, tokens, kv, pairs) with the seconds
-        self._fit: np.ndarray | None = None
+        self._fit: Coefficients | None = None
         self._is_stale = False
         self._buckets: dict[int, _BucketMean] = {}
 
     @property
-    def coefficients(self) -> np.ndarray | None:
-        """[4] float64, seconds a step, a token, a K/V token and a pair; None while the fallback
-        predicts."""
+    def coefficients(self) -> Coefficients | None:
+        """None while the fallback predicts."""
         if self._is_stale:
             self._is_stale = False
             self._fit = self._solve()
@@ -145,20 +153,22 @@ class MeasuredCost:
         self._products = _DECAY * self._products + seconds * features
         self._num_observations += 1
         self._is_stale = True
-        self._buckets.setdefault(num_tokens, _BucketMean()).add(features, seconds)
+        bucket = self._buckets.setdefault(num_tokens, _BucketMean())
+        bucket.add(num_kv_tokens, num_pairs, seconds)
 
     def seconds(self, num_tokens: int, num_kv_tokens: int, num_pairs: int) -> float:
         """As `StepCost.seconds`."""
         fit = self.coefficients
         if fit is None:
             return self._fallback.seconds(num_tokens, num_kv_tokens, num_pairs)
-        features = np.array([1.0, num_tokens, num_kv_tokens, num_pairs])
+        a, b, c, d = fit
         bucket = self._buckets.get(num_tokens)
         if bucket is None or bucket.count < _MIN_BUCKET_OBSERVATIONS:
-            return float(fit @ features)
-        return max(0.0, bucket.seconds + float(fit @ (features - bucket.features)))
+            return a + b * num_tokens + c * num_kv_tokens + d * num_pairs
+        more_kv_tokens, more_pairs = num_kv_tokens - bucket.kv_tokens, num_pairs - bucket.pairs
+        return max(0.0, bucket.seconds + c * more_kv_tokens + d * more_pairs)
 
-    def _solve(self) -> np.ndarray | None:
+    def _solve(self) -> Coefficients | None:
         """The least-squares coefficients of what was seen; None if it doesn't determine them."""
         if self._num_observations < _MIN_OBSERVATIONS:
             return None
@@ -175,9 +185,10 @@ class MeasuredCost:
                 continue
             solution = np.linalg.solve(moments, self._products[used] / scale[used]) / scale[used]
             if solution.min() >= 0:
-                coefficients = np.zeros(4)
-                coefficients[used] = solution
-                return coefficients
+                coefficients = [0.0] * 4
+                for i, value in zip(used, solution.tolist(), strict=True):
+                    coefficients[i] = value
+                return Coefficients(*coefficients)
             del used[int(solution.argmin())]
         return None
 
@@ -185,15 +196,15 @@ class MeasuredCost:
 class _BucketMean:
     """Decaying means of one size's steps."""
 
-    __slots__ = ("count", "features", "seconds")
+    __slots__ = ("count", "kv_tokens", "pairs", "seconds")
 
     def __init__(self) -> None:
         self.count = 0
-        self.features = np.zeros(4)  # (1, tokens, kv, pairs)
-        self.seconds = 0.0
+        self.kv_tokens = self.pairs = self.seconds = 0.0
 
-    def add(self, features: np.ndarray, seconds: float) -> None:
+    def add(self, num_kv_tokens: int, num_pairs: int, seconds: float) -> None:
         self.count += 1
         weight = max(1 / self.count, 1 - _DECAY)
-        self.features += weight * (features - self.features)
+        self.kv_tokens += weight * (num_kv_tokens - self.kv_tokens)
+        self.pairs += weight * (num_pairs - self.pairs)
         self.seconds += weight * (seconds - self.seconds)

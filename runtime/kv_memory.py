@@ -126,7 +126,8 @@ def give_back_free_memory(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    trim_host_memory()
+    else:
+        trim_host_memory()
 
 
 def trim_host_memory() -> None:

@@ -12,6 +12,7 @@ from .logits_rules import LogitsRules
 from .logprobs import LogprobsOutput
 from .sampling_params import SamplingParams
 from .sequence import Sequence
+from .step_cost import chunk_pairs
 
 _NOTHING = np.empty(0, dtype=np.int64)
 _NO_COPIES = np.empty((2, 0), dtype=np.int64)
@@ -114,8 +115,7 @@ class ScheduledBatch:
     @property
     def num_pairs(self) -> int:
         """Pairs of a query and a key that attention looks at."""
-        new, computed = self.num_new_tokens, self.num_computed_tokens
-        return int((new * computed + new * (new + 1) // 2).sum())
+        return int(chunk_pairs(self.num_computed_tokens, self.num_new_tokens).sum())
 
     @property
     def is_uniform_decode(self) -> bool:

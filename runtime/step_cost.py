@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -38,9 +38,14 @@ class StepCost(Protocol):
         ...
 
 
-def chunk_pairs(num_computed: int, num_new: int) -> int:
+Counts = TypeVar("Counts", int, np.ndarray)
+"""Of one chunk, or of [n]."""
+
+
+def chunk_pairs(num_computed: Counts, num_new: Counts) -> Counts:
     """Pairs of a query and a key of `num_new` tokens that follow `num_computed` others."""
-    return num_new * num_computed + num_new * (num_new + 1) // 2
+    pairs: Counts = num_new * num_computed + num_new * (num_new + 1) // 2
+    return pairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -203,7 +203,7 @@ inline void multiply_rows(
 template <class Tile>
 inline void for_tiles(int num_rows, int most_rows, Upcoming upcoming, const Tile& tile) {
     Upcoming first;
-    std::swap(first.own, upcoming.own);
+    first.own = std::exchange(upcoming.own, false);
     int num_tiles = (num_rows + most_rows - 1) / most_rows;
     for (int row = 0; num_tiles > 0; --num_tiles) {
         const int rows = (num_rows - row + num_tiles - 1) / num_tiles;

@@ -6,13 +6,14 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
+from .paged_kv_cache import PagedKVCache
+
 if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
 
     from .metadata import AttentionMetadata, AttentionSpec
-    from .paged_kv_cache import PagedKVCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,6 +33,8 @@ class AttentionBackend(ABC):
     """What users call the backend, as in select_backend(name, spec)."""
     block_size_multiple: ClassVar[int] = 1
     """What spec.block_size must be a multiple of."""
+    heads_outermost: ClassVar[bool] = False
+    """The layout of the cache that it reads, see PagedKVCache.allocate."""
 
     def __init__(self, spec: AttentionSpec, *, cache_dir: Path | None = None) -> None:
         self.spec = spec
@@ -42,6 +45,10 @@ class AttentionBackend(ABC):
         cls, spec: AttentionSpec, *, cache_dir: Path | None = None
     ) -> list[str]:
         """Say why this backend can't run spec here; an empty list means that it can."""
+
+    def allocate_cache(self, num_blocks: int) -> PagedKVCache:
+        """A cache of zeros for this backend; see PagedKVCache.allocate."""
+        return PagedKVCache.allocate(self.spec, num_blocks, heads_outermost=self.heads_outermost)
 
     @abstractmethod
     def plan(self, metadata: AttentionMetadata) -> AttentionPlan:

@@ -42,6 +42,7 @@ class NativeBackend(AttentionBackend):
     """
 
     name: ClassVar[str] = "native"
+    heads_outermost: ClassVar[bool] = True
 
     def __init__(
         self, spec: AttentionSpec, *, cache_dir: Path | None = None, level: str | None = None

@@ -14,7 +14,7 @@ from .native_build import load_library
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """What the kernel computes with, and its code for it."""
 # Words of a call that differ between layers.
-_KEYS, _VALUES, _WORK, _WINDOW = 3, 4, 8, 22
+_KEYS, _VALUES, _WORK, _WINDOW = 3, 4, 8, 24
 
 
 class AttentionTeam(ctypes.Structure):
@@ -47,8 +47,9 @@ def pack_call(  # noqa: PLR0913 - a call's fields are flat
         query: [num_tokens, num_heads, head_dim], last dimension contiguous.
         key: [num_tokens, num_kv_heads, head_dim], last dimension contiguous.
         value: like key.
-        keys: [num_blocks, block_size, num_kv_heads, head_dim], contiguous; changed in place.
-        values: like keys.
+        keys: [num_blocks, block_size, num_kv_heads, head_dim], changed in place; blocks lie as
+            far apart as all their slots, and a head's elements side by side.
+        values: like keys, of the same strides.
         slot_mapping: [num_tokens] int64, contiguous.
         block_tables: [num_seqs, max_blocks] int32, rows contiguous.
         work: [n, WORK_COLUMNS] int32, contiguous; see NativePlan.
@@ -58,7 +59,8 @@ def pack_call(  # noqa: PLR0913 - a call's fields are flat
     """
     num_tokens, num_heads, head_dim = query.shape
     num_blocks, block_size, num_kv_heads, _ = keys.shape
-    assert keys.is_contiguous() and values.is_contiguous() and work.is_contiguous()
+    slot_stride, head_stride = _page_strides(keys)
+    assert values.stride() == keys.stride() and work.is_contiguous()
     assert key.dtype == value.dtype == keys.dtype == values.dtype == query.dtype
     assert out.is_contiguous() and (out.shape, out.dtype) == (query.shape, query.dtype)
     # In the order of Call in csrc/call.h.
@@ -75,6 +77,8 @@ def pack_call(  # noqa: PLR0913 - a call's fields are flat
         *query.stride()[:2],
         *key.stride()[:2],
         *value.stride()[:2],
+        slot_stride,
+        head_stride,
         num_tokens,
         num_blocks * block_size,
         block_size.bit_length() - 1,
@@ -86,6 +90,13 @@ def pack_call(  # noqa: PLR0913 - a call's fields are flat
         DTYPES[query.dtype],
         ctypes.c_int64.from_buffer(ctypes.c_double(scale)).value,
     ]
+
+
+def _page_strides(keys: torch.Tensor) -> tuple[int, int]:
+    """From slot to slot and from head to head, in elements."""
+    block, slot, head, element = keys.stride()
+    assert block == keys.shape[1] * slot and element == 1
+    return slot, head
 
 
 @functools.cache

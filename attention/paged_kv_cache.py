@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from .huge_pages import empty_in_huge_pages
 from .metadata import AttentionSpec
 
 logger = logging.getLogger("stepgraph.attention")
@@ -18,34 +20,49 @@ logger = logging.getLogger("stepgraph.attention")
 class PagedKVCache:
     """Keys and values of every layer, in blocks that block tables point to.
 
-    One allocation holds all layers; what is handed out are per-layer views::
+    One allocation holds all layers, on the CPU in huge pages; what is handed out are per-layer
+    views::
 
         storage   | layer 0: keys, values | layer 1: keys, values | ...
         keys[i]   block 0 (null) | block 1 | block 2 | ...
         block     block_size slots, each [num_kv_heads, head_dim]
         slot      block_id * block_size + offset
 
+    Where heads are outermost, a layer's keys (and values) are in memory one such array per head,
+    with slots of [head_dim]. The views' shapes are the same.
+
     Compiled code takes these views as arguments. It must not index a stacked tensor, since
     Inductor can lose the storage offset of such an index under dynamic shapes.
     """
 
     keys: tuple[torch.Tensor, ...]
-    """Per layer [num_blocks, block_size, num_kv_heads, head_dim], contiguous."""
+    """Per layer [num_blocks, block_size, num_kv_heads, head_dim]; see allocate for strides."""
     values: tuple[torch.Tensor, ...]
     """Like keys."""
 
     @classmethod
-    def allocate(cls, spec: AttentionSpec, num_blocks: int) -> PagedKVCache:
+    def allocate(
+        cls, spec: AttentionSpec, num_blocks: int, *, heads_outermost: bool = False
+    ) -> PagedKVCache:
         """Make a cache of num_blocks blocks, the null block among them.
 
         It is filled with zeros, so that the null block is finite before anything is written.
+
+        Args:
+            spec: its layers, heads, dtype and device.
+            num_blocks: at least 2, else ValueError.
+            heads_outermost: each head's keys, and values, of successive slots lie side by side.
+                False: each slot's heads do, and the views are contiguous.
         """
         if num_blocks < 2:
             raise ValueError(
                 f"num_blocks must be at least 2 (block 0 is the null block), got {num_blocks}"
             )
-        shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
-        storage = torch.zeros((spec.num_layers, 2, *shape), dtype=spec.dtype, device=spec.device)
+        blocks, heads = (num_blocks, spec.block_size), (spec.num_kv_heads,)
+        slots = (*heads, *blocks) if heads_outermost else (*blocks, *heads)
+        storage = _zeros(spec, (spec.num_layers, 2, *slots, spec.head_dim))
+        if heads_outermost:
+            storage = storage.movedim(2, 4)
         return cls(
             keys=tuple(storage[layer, 0] for layer in range(spec.num_layers)),
             values=tuple(storage[layer, 1] for layer in range(spec.num_layers)),
@@ -71,6 +88,14 @@ class PagedKVCache:
         """
         for blocks in (*self.keys, *self.values):
             blocks.index_copy_(0, targets, blocks.index_select(0, sources))
+
+
+def _zeros(spec: AttentionSpec, shape: tuple[int, ...]) -> torch.Tensor:
+    if spec.device.type != "cpu":
+        return torch.zeros(shape, dtype=spec.dtype, device=spec.device)
+    memory = empty_in_huge_pages(math.prod(shape) * spec.dtype.itemsize)
+    # It is zero, but written now, so that memory that runs out does so here and not in a step.
+    return memory.view(spec.dtype).view(shape).zero_()
 
 
 def write_kv(

@@ -174,7 +174,7 @@ class ModelRunner:
             torch.cuda.synchronize(self._config.device)  # sync: once; nothing reads it any more
         # A runner of eager steps on null blocks stands in, so that statistics can be asked for.
         self._graphs = self._new_graph_runner(
-            PagedKVCache.allocate(self._spec, 2),
+            self._backend.allocate_cache(2),
             self._no_graphs(),
             self._new_graph_pool(),
             self._graphs.statistics,
@@ -192,7 +192,7 @@ class ModelRunner:
             if level >= 2:
                 self._loaded.weights.reload()
             self._graphs = self._capture_graphs(
-                PagedKVCache.allocate(self._spec, self.num_kv_blocks), self._graphs.statistics
+                self._backend.allocate_cache(self.num_kv_blocks), self._graphs.statistics
             )
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)
@@ -315,7 +315,7 @@ class ModelRunner:
         """What the graphs will take, by trial captures against the smallest KV pool."""
         if self._config.graph_mode == "none":
             return 0
-        cache, pool = PagedKVCache.allocate(self._spec, 2), self._new_graph_pool()
+        cache, pool = self._backend.allocate_cache(2), self._new_graph_pool()
         before = pool.num_bytes()
         runner = self._new_graph_runner(cache, self._graph_options(), pool)
         num_bytes = max(0, pool.num_bytes() - before)  # the static inputs
@@ -358,7 +358,7 @@ class ModelRunner:
             num_blocks=config.num_kv_blocks,
         )
         logger.info("%s", size.arithmetic)
-        return PagedKVCache.allocate(self._spec, size.num_blocks)
+        return self._backend.allocate_cache(size.num_blocks)
 
     def _default_kv_bytes(self) -> int:
         device = self._config.device
@@ -395,6 +395,6 @@ class ModelRunner:
         rows = self._new_row_table()
         rows.apply(scheduled)
         batch = pack(rows, scheduled, self._staging.next())
-        cache = PagedKVCache.allocate(self._spec, 2)
+        cache = self._backend.allocate_cache(2)
         graphs = self._new_graph_runner(cache, self._no_graphs(), self._new_graph_pool())
         self._run(batch, scheduled, graphs)

@@ -22,10 +22,10 @@ struct Ahead {
         for (; credit >= total && next < last; ++next, credit -= total) {
             const char* key = keys + *next * element_bytes;
             const char* value = values + *next * element_bytes;
-#pragma GCC unroll 4
+#pragma GCC unroll 2
             for (std::size_t i = 0; i < row_bytes; i += 64) {
-                __builtin_prefetch(key + i, 0, 2);
-                __builtin_prefetch(value + i, 0, 2);
+                __builtin_prefetch(key + i, 0, 3);
+                __builtin_prefetch(value + i, 0, 3);
             }
         }
     }

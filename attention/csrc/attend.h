@@ -33,12 +33,9 @@ public:
         query_stride_ = round_up(depth_, kLanes);
         value_stride_ = round_up(head_dim_, kLanes * Element::kPerWord);
         few_ = num_rows_ <= kFewRows;
-        heads_at_once_ = few_ ? std::max(1, kLanes / num_rows_) : 1;
-        const std::size_t heads = item.last_head - item.first_head;
-        const std::size_t rows = heads * num_rows_;
-        const std::size_t padded_rows = round_up(heads_at_once_ * num_rows_, kLanes);
-        const std::size_t words = rows * (query_stride_ + value_stride_ + kLanes + 1) + kLanes +
-            padded_rows * (2 * kBlockKeys + 2) + (query_stride_ + value_stride_ + 4) * kBlockKeys;
+        const std::size_t rows = num_rows_, padded_rows = round_up(num_rows_, kLanes);
+        const std::size_t words = rows * (query_stride_ + value_stride_ + kLanes) +
+            padded_rows * (2 * kBlockKeys + 3) + (query_stride_ + value_stride_ + 4) * kBlockKeys;
         scratch.reset(words * 4 + 16 * 64);
         offsets_ = scratch.take<int64_t>(kBlockKeys);
         next_offsets_ = scratch.take<int64_t>(kBlockKeys);
@@ -50,32 +47,35 @@ public:
         weights_ = scratch.take<uint32_t>(padded_rows * kBlockKeys);
         alpha_ = scratch.take<float>(padded_rows);
         bases_ = scratch.take<float>(padded_rows);
-        largest_ = scratch.take<float>(rows + kLanes);
+        largest_ = scratch.take<float>(padded_rows);
         totals_ = scratch.take<float>(rows * kLanes);
-        std::memset(sums_, 0, rows * value_stride_ * sizeof(float));
-        std::memset(totals_, 0, rows * kLanes * sizeof(float));
-        std::fill_n(largest_, rows + kLanes, kNone);
     }
 
     // Returns false if the block table names a block that is outside the cache: bad_block().
     bool run() {
-        int count = block_length(item_.first_key);
-        if (!locate(item_.first_key, count)) return false;
-        Ahead start = rows_ahead(count, 1);
-        start.advance(1);
-        load_query();
-        for (int key = item_.first_key; count > 0;) {
-            std::swap(offsets_, next_offsets_);
-            const int next_count = block_length(key + count);
-            if (!locate(key + count, next_count)) return false;
-            attend(key, count, next_count);
-            key += count;
-            count = next_count;
-        }
-        if (item_.partial >= 0) {
-            store_partials();
-        } else {
-            store_result();
+        const int first_count = block_length(item_.first_key);
+        if (!locate(item_.first_key, first_count)) return false;
+        rows_ahead(item_.first_head, first_count, 1).advance(1);
+        for (head_ = item_.first_head; head_ < item_.last_head; ++head_) {
+            load_query();
+            clear();
+            for (int key = item_.first_key; key < item_.last_key;) {
+                const int count = block_length(key);
+                std::swap(offsets_, next_offsets_);
+                // The head's next keys, or the next head's first ones.
+                const bool is_last = key + count == item_.last_key;
+                const int next_head = head_ + is_last;
+                const int next_key = is_last ? item_.first_key : key + count;
+                const int next_count = next_head < item_.last_head ? block_length(next_key) : 0;
+                if (!locate(next_key, next_count)) return false;
+                attend(key, count, next_head, next_count);
+                key += count;
+            }
+            if (item_.partial >= 0) {
+                store_partials();
+            } else {
+                store_result();
+            }
         }
         return true;
     }
@@ -86,20 +86,24 @@ private:
     void load_query() {
         const auto* query = static_cast<const Storage*>(call_.query);
         uint32_t* target = query_;
-        for (int head = item_.first_head; head < item_.last_head; ++head) {
-            for (int row = item_.first_row; row < item_.last_row; ++row) {
-                const Storage* source = query + row * call_.query_row_stride +
-                    head * group_ * call_.query_head_stride;
-                for (int g = 0; g < group_; ++g, target += query_stride_) {
-                    for (int d = 0; d < head_dim_; d += kLanes * Element::kPerWord) {
-                        store(
-                            target + d / Element::kPerWord,
-                            load_elements<Element>(
-                                source + g * call_.query_head_stride + d, head_dim_ - d));
-                    }
+        for (int row = item_.first_row; row < item_.last_row; ++row) {
+            const Storage* source = query + row * call_.query_row_stride +
+                head_ * group_ * call_.query_head_stride;
+            for (int g = 0; g < group_; ++g, target += query_stride_) {
+                for (int d = 0; d < head_dim_; d += kLanes * Element::kPerWord) {
+                    store(
+                        target + d / Element::kPerWord,
+                        load_elements<Element>(
+                            source + g * call_.query_head_stride + d, head_dim_ - d));
                 }
             }
         }
+    }
+
+    void clear() {
+        std::memset(sums_, 0, int64_t{num_rows_} * value_stride_ * sizeof(float));
+        std::memset(totals_, 0, int64_t{num_rows_} * kLanes * sizeof(float));
+        std::fill_n(largest_, round_up(num_rows_, kLanes), kNone);
     }
 
     int block_length(int first_key) const {
@@ -110,7 +114,6 @@ private:
     // Offsets of the next keys' elements in the pages, without the head's.
     bool locate(int first_key, int count) {
         const int32_t* table = call_.block_tables + item_.sequence * call_.table_stride;
-        const int64_t token_stride = call_.num_kv_heads * call_.head_dim;
         const int block_size = 1 << call_.block_shift;
         for (int i = 0; i < count;) {
             const int position = first_key + i, within = position & (block_size - 1);
@@ -121,7 +124,7 @@ private:
                 bad_block_ = block;
                 return false;
             }
-            for (int j = 0; j < length; ++j) next_offsets_[i + j] = (slot + j) * token_stride;
+            for (int j = 0; j < length; ++j) next_offsets_[i + j] = (slot + j) * call_.slot_stride;
             i += length;
         }
         // The last one repeated, so that keys can be read by whole vectors.
@@ -129,37 +132,33 @@ private:
         return true;
     }
 
-    void attend(int first_key, int count, int next_count) {
+    void attend(int first_key, int count, int next_head, int next_count) {
         const int num_words = (count + Element::kPerWord - 1) / Element::kPerWord;
         // Larger products take so long that what is fetched beside packing suffices.
         const bool products_fetch = !few_ && num_rows_ <= kProductRows;
         const int units = 2 * count + (products_fetch ? depth_ + num_words : 0);
-        Ahead ahead = rows_ahead(next_count, units * (item_.last_head - item_.first_head));
-        for (int head = item_.first_head; head < item_.last_head; head += heads_at_once_) {
-            const int heads = std::min(heads_at_once_, item_.last_head - head);
-            const int state = (head - item_.first_head) * num_rows_;
-            if (few_) {
-                for (int h = 0; h < heads; ++h) score_few(head + h, h * num_rows_, count, ahead);
-                weigh(state, heads * num_rows_, first_key, count);
-                for (int h = 0; h < heads; ++h) add_few(head + h, h * num_rows_, count, ahead);
-            } else {
-                Ahead* products_ahead = products_fetch ? &ahead : nullptr;
-                score(head, count, ahead, products_ahead);
-                weigh(state, num_rows_, first_key, count);
-                add_values(head, count, ahead, products_ahead);
-            }
+        Ahead ahead = rows_ahead(next_head, next_count, units);
+        if (few_) {
+            score_few(count, ahead);
+            weigh(first_key, count);
+            add_few(count, ahead);
+        } else {
+            Ahead* products_ahead = products_fetch ? &ahead : nullptr;
+            score(count, ahead, products_ahead);
+            weigh(first_key, count);
+            add_values(count, ahead, products_ahead);
         }
     }
 
     const Storage* of_head(const void* pages, int head) const {
-        return static_cast<const Storage*>(pages) + int64_t{head} * head_dim_;
+        return static_cast<const Storage*>(pages) + head * call_.page_head_stride;
     }
 
-    void score(int head, int count, Ahead& ahead, Ahead* products_ahead) {
+    void score(int count, Ahead& ahead, Ahead* products_ahead) {
         pack_keys<Element>(
-            of_head(call_.keys, head), offsets_, count, head_dim_, ahead, keys_, kBlockKeys);
+            of_head(call_.keys, head_), offsets_, count, head_dim_, ahead, keys_, kBlockKeys);
         ProductArgs product;
-        product.a = query_ + int64_t{head - item_.first_head} * num_rows_ * query_stride_;
+        product.a = query_;
         product.a_stride = query_stride_;
         product.b = keys_;
         product.b_stride = kBlockKeys;
@@ -171,15 +170,15 @@ private:
         multiply<Product>(product, num_rows_, (count + kLanes - 1) / kLanes);
     }
 
-    void add_values(int head, int count, Ahead& ahead, Ahead* products_ahead) {
+    void add_values(int count, Ahead& ahead, Ahead* products_ahead) {
         pack_values<Element>(
-            of_head(call_.values, head), offsets_, count, head_dim_, ahead, values_, value_stride_);
+            of_head(call_.values, head_), offsets_, count, head_dim_, ahead, values_, value_stride_);
         ProductArgs product;
         product.a = weights_;
         product.a_stride = kBlockKeys / Element::kPerWord;
         product.b = values_;
         product.b_stride = value_stride_;
-        product.c = sums_ + int64_t{head - item_.first_head} * num_rows_ * value_stride_;
+        product.c = sums_;
         product.c_stride = value_stride_;
         product.alpha = alpha_;
         product.depth = (count + Element::kPerWord - 1) / Element::kPerWord;
@@ -187,57 +186,56 @@ private:
         multiply<Product>(product, num_rows_, (head_dim_ + kLanes - 1) / kLanes);
     }
 
-    void score_few(int head, int row, int count, Ahead& ahead) {
+    void score_few(int count, Ahead& ahead) {
         FewArgs<Element> args;
-        args.pages = of_head(call_.keys, head);
+        args.pages = of_head(call_.keys, head_);
         args.offsets = offsets_;
         args.num_keys = count;
         args.head_dim = head_dim_;
-        args.a = query_ + int64_t{head - item_.first_head} * num_rows_ * query_stride_;
+        args.a = query_;
         args.a_stride = query_stride_;
-        args.c = scores_ + row * kBlockKeys;
+        args.c = scores_;
         args.c_stride = kBlockKeys;
         args.ahead = &ahead;
         with_few_rows(num_rows_, [&](auto rows) { few_scores<Element, rows>(args); });
     }
 
-    void add_few(int head, int row, int count, Ahead& ahead) {
+    void add_few(int count, Ahead& ahead) {
         FewArgs<Element> args;
-        args.pages = of_head(call_.values, head);
+        args.pages = of_head(call_.values, head_);
         args.offsets = offsets_;
         args.num_keys = count;
         args.head_dim = head_dim_;
-        args.a = weights_ + row * (kBlockKeys / Element::kPerWord);
+        args.a = weights_;
         args.a_stride = kBlockKeys / Element::kPerWord;
-        args.c = sums_ + int64_t{head - item_.first_head} * num_rows_ * value_stride_;
+        args.c = sums_;
         args.c_stride = value_stride_;
-        args.alpha = alpha_ + row;
+        args.alpha = alpha_;
         args.ahead = &ahead;
         with_few_rows(num_rows_, [&](auto rows) { few_sums<Element, rows>(args); });
     }
 
-    // The next rows, with all of the item's heads, to fetch beside so many units of work.
-    Ahead rows_ahead(int count, int units) const {
-        const int64_t first_byte = int64_t{item_.first_head} * head_dim_ * sizeof(Storage);
+    // A head's next rows, to fetch beside so many units of work.
+    Ahead rows_ahead(int head, int count, int units) const {
         Ahead ahead;
-        ahead.keys = static_cast<const char*>(call_.keys) + first_byte;
-        ahead.values = static_cast<const char*>(call_.values) + first_byte;
+        ahead.keys = reinterpret_cast<const char*>(of_head(call_.keys, head));
+        ahead.values = reinterpret_cast<const char*>(of_head(call_.values, head));
         ahead.next = next_offsets_;
         ahead.last = next_offsets_ + count;
         ahead.element_bytes = sizeof(Storage);
-        ahead.row_bytes = (item_.last_head - item_.first_head) * head_dim_ * sizeof(Storage);
+        ahead.row_bytes = head_dim_ * sizeof(Storage);
         ahead.share = count;
         ahead.total = units;
         return ahead;
     }
 
     // Turns scores into weights relative to the largest score so far.
-    void weigh(int state, int num_rows, int first_key, int count) {
+    void weigh(int first_key, int count) {
         const int num_vectors = (count + kLanes - 1) / kLanes;
         if (!all_see(first_key, count)) {
-            for (int row = 0; row < num_rows; ++row) hide(row, first_key, count);
+            for (int row = 0; row < num_rows_; ++row) hide(row, first_key, count);
         }
-        for (int row = 0; row < num_rows; ++row) {
+        for (int row = 0; row < num_rows_; ++row) {
             const float* scores = scores_ + row * kBlockKeys;
             Floats highest = splat(kNone);
             for (int v = 0; v < num_vectors; ++v) {
@@ -245,17 +243,17 @@ private:
             }
             bases_[row] = largest(highest);
         }
-        for (int row = 0; row < num_rows; row += kLanes) {  // arrays are padded to whole vectors
-            const Floats before = load<Floats>(largest_ + state + row);
+        for (int row = 0; row < num_rows_; row += kLanes) {  // arrays are padded to whole vectors
+            const Floats before = load<Floats>(largest_ + row);
             const Floats now = larger(load<Floats>(bases_ + row) * scale_, before);
             const Floats base = now == kNone ? Floats{} : now;  // no key seen: weights are zero
             store(alpha_ + row, exp2_negative<kExact>(before - base));
             store(bases_ + row, base);
-            store(largest_ + state + row, lane_numbers() < num_rows - row ? now : before);
+            store(largest_ + row, now);
         }
-        for (int row = 0; row < num_rows; ++row) {
+        for (int row = 0; row < num_rows_; ++row) {
             const float* scores = scores_ + row * kBlockKeys;
-            float* totals = totals_ + (state + row) * kLanes;
+            float* totals = totals_ + row * kLanes;
             const Floats base = splat(bases_[row]);
             Floats total = load<Floats>(totals) * alpha_[row];
             for (int v = 0; v < num_vectors; ++v) {
@@ -279,7 +277,7 @@ private:
     // Makes the scores of keys that a row doesn't see -inf.
     void hide(int row, int first_key, int count) {
         const int position =
-            item_.first_row + row % num_rows_ / group_ + item_.position_offset;
+            item_.first_row + row / group_ + item_.position_offset;
         const int last = std::min(position + 1 - first_key, count);
         const int first =
             call_.window ? position + 1 - static_cast<int>(call_.window) - first_key : 0;
@@ -304,9 +302,9 @@ private:
     }
 
     void store_partials() {
-        const int64_t rows = int64_t{item_.last_head - item_.first_head} * num_rows_;
-        float* target = partials_ + item_.partial * partial_stride(call_);
-        for (int64_t row = 0; row < rows; ++row, target += partial_stride(call_)) {
+        const int64_t first = item_.partial + int64_t{head_ - item_.first_head} * num_rows_;
+        float* target = partials_ + first * partial_stride(call_);
+        for (int64_t row = 0; row < num_rows_; ++row, target += partial_stride(call_)) {
             target[0] = largest_[row];
             target[1] = sum(load<Floats>(totals_ + row * kLanes));
             std::memcpy(
@@ -316,18 +314,16 @@ private:
 
     void store_result() {
         int64_t state = 0;
-        for (int head = item_.first_head; head < item_.last_head; ++head) {
-            for (int row = item_.first_row; row < item_.last_row; ++row) {
-                auto* target = static_cast<Storage*>(call_.out) +
-                    (row * call_.num_heads + head * group_) * call_.head_dim;
-                for (int g = 0; g < group_; ++g, ++state, target += head_dim_) {
-                    const float total = sum(load<Floats>(totals_ + state * kLanes));
-                    const float inverse = total == 0 ? 0 : 1 / total;
-                    const float* sums = sums_ + state * value_stride_;
-                    for (int d = 0; d < head_dim_; d += kLanes) {
-                        store_elements<Element>(
-                            target + d, load<Floats>(sums + d) * inverse, head_dim_ - d);
-                    }
+        for (int row = item_.first_row; row < item_.last_row; ++row) {
+            auto* target = static_cast<Storage*>(call_.out) +
+                (row * call_.num_heads + head_ * group_) * call_.head_dim;
+            for (int g = 0; g < group_; ++g, ++state, target += head_dim_) {
+                const float total = sum(load<Floats>(totals_ + state * kLanes));
+                const float inverse = total == 0 ? 0 : 1 / total;
+                const float* sums = sums_ + state * value_stride_;
+                for (int d = 0; d < head_dim_; d += kLanes) {
+                    store_elements<Element>(
+                        target + d, load<Floats>(sums + d) * inverse, head_dim_ - d);
                 }
             }
         }
@@ -339,8 +335,8 @@ private:
     int64_t bad_block_ = 0;
     float scale_;  // of scores whose power of 2 is taken
     int group_, num_rows_, head_dim_;
-    bool few_;           // rows
-    int heads_at_once_;
+    int head_ = 0;  // key/value head that is attended
+    bool few_;      // rows
     int depth_;         // words of a head
     int query_stride_;  // words
     int value_stride_;  // words or floats

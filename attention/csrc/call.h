@@ -10,7 +10,7 @@ struct Call {
     const void* query;  // [tokens, num_heads, head_dim], strides below in elements
     const void* key;    // [tokens, num_kv_heads, head_dim]
     const void* value;
-    void* keys;  // [num_slots, num_kv_heads, head_dim], contiguous
+    void* keys;  // [num_slots, num_kv_heads, head_dim], strides below
     void* values;
     void* out;                    // [tokens, num_heads, head_dim], contiguous
     const int64_t* slot_mapping;  // [tokens]
@@ -19,6 +19,7 @@ struct Call {
     int64_t query_row_stride, query_head_stride;
     int64_t key_row_stride, key_head_stride;
     int64_t value_row_stride, value_head_stride;
+    int64_t slot_stride, page_head_stride;  // of keys and of values
     int64_t num_tokens, num_slots, block_shift;
     int64_t num_heads, num_kv_heads, head_dim, table_stride;
     int64_t window;  // 0: none

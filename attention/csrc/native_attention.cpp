@@ -37,7 +37,6 @@ struct Step {
 template <class Storage>
 void write_rows(Step& step, int64_t first, int64_t last) {
     const Call& call = step.call;
-    const int64_t token = call.num_kv_heads * call.head_dim;
     const std::size_t head_bytes = call.head_dim * sizeof(Storage);
     for (int64_t row = first; row < last; ++row) {
         const int64_t slot = call.slot_mapping[row];
@@ -46,7 +45,7 @@ void write_rows(Step& step, int64_t first, int64_t last) {
             return;
         }
         for (int64_t head = 0; head < call.num_kv_heads; ++head) {
-            const int64_t target = slot * token + head * call.head_dim;
+            const int64_t target = slot * call.slot_stride + head * call.page_head_stride;
             std::memcpy(
                 static_cast<Storage*>(call.keys) + target,
                 static_cast<const Storage*>(call.key) + row * call.key_row_stride +

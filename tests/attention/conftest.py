@@ -7,6 +7,7 @@ with the result that is right for them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -237,8 +238,8 @@ def _shuffled_tables(
     return [pool[end - n : end] for end, n in zip(ends, counts, strict=True)], num_blocks
 
 
-def _poisoned_cache(spec: AttentionSpec, num_blocks: int) -> PagedKVCache:
-    cache = PagedKVCache.allocate(spec, num_blocks)
+def _poisoned_cache(spec: AttentionSpec, num_blocks: int, heads_outermost: bool) -> PagedKVCache:
+    cache = PagedKVCache.allocate(spec, num_blocks, heads_outermost=heads_outermost)
     for tensor in (*cache.keys, *cache.values):
         tensor.fill_(float("nan"))
     return cache
@@ -266,6 +267,7 @@ def _make_step(
     padded_rows: int = 0,
     padded_seqs: Sequence[int] = (),
     unused_columns: int = 0,
+    heads_outermost: bool = False,
 ) -> Step:
     """Make a Step from (query length, computed length) pairs.
 
@@ -278,10 +280,10 @@ def _make_step(
     if tables is None:
         rng = np.random.default_rng(seed)
         tables, num_blocks = _shuffled_tables(contexts, spec.block_size, rng)
-        cache = _poisoned_cache(spec, num_blocks)
+        cache = _poisoned_cache(spec, num_blocks, heads_outermost)
         _fill_computed(cache, tables[: len(pairs)], [computed for _, computed in pairs])
     else:
-        cache = _poisoned_cache(spec, 2 + max(map(max, tables)))
+        cache = _poisoned_cache(spec, 2 + max(map(max, tables)), heads_outermost)
     metadata = _make_metadata(
         query_lens,
         contexts,
@@ -307,7 +309,11 @@ def _make_step(
 
 
 def _make_grid_step(
-    head_dim: int, group: int, dtype: torch.dtype, block_size: int | None = None
+    head_dim: int,
+    group: int,
+    dtype: torch.dtype,
+    block_size: int | None = None,
+    heads_outermost: bool = False,
 ) -> Step:
     """Make a mixed batch of 12 pairs; two layers with different windows.
 
@@ -325,7 +331,8 @@ def _make_grid_step(
         windows=tuple(WINDOWS[(row + step * column) % len(WINDOWS)] for step in (2, 3)),
     )
     order = np.random.default_rng(seed).permutation(len(PAIRS))
-    return _make_step(spec, [PAIRS[index] for index in order[:12]], seed=seed)
+    pairs = [PAIRS[index] for index in order[:12]]
+    return _make_step(spec, pairs, seed=seed, heads_outermost=heads_outermost)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -337,9 +344,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
-def make_grid_step() -> Callable[..., Step]:
+def heads_outermost(request: pytest.FixtureRequest) -> bool:
+    """The layout of the steps' caches: HEADS_OUTERMOST of a test's module, if it has one."""
+    return getattr(request.module, "HEADS_OUTERMOST", False)
+
+
+@pytest.fixture
+def make_grid_step(heads_outermost: bool) -> Callable[..., Step]:
     """Make the Step of one point of the grid; see _make_grid_step."""
-    return _make_grid_step
+    return functools.partial(_make_grid_step, heads_outermost=heads_outermost)
 
 
 @pytest.fixture
@@ -355,9 +368,9 @@ def make_metadata() -> Callable[..., AttentionMetadata]:
 
 
 @pytest.fixture
-def make_step() -> Callable[..., Step]:
+def make_step(heads_outermost: bool) -> Callable[..., Step]:
     """Make a Step; see _make_step."""
-    return _make_step
+    return functools.partial(_make_step, heads_outermost=heads_outermost)
 
 
 @pytest.fixture(name="assert_close")

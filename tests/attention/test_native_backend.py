@@ -21,6 +21,7 @@ from attention.native_build import (
 
 MakeSpec = Callable[..., AttentionSpec]
 MakeStep = Callable[..., Any]
+HEADS_OUTERMOST = NativeBackend.heads_outermost
 AssertClose = Callable[[torch.Tensor, torch.Tensor], None]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -243,6 +244,21 @@ def test_a_sequence_reads_blocks_that_another_one_writes_in_the_same_step(
     result = run(step)
     assert bool(result.isfinite().all())
     step.assert_right(result)
+
+
+def test_both_layouts_of_the_cache_give_the_same_bits(
+    make_spec: MakeSpec, make_step: MakeStep
+) -> None:
+    spec = make_spec(num_heads=6, num_kv_heads=3, dtype=torch.bfloat16, windows=(None, 40))
+    steps = [
+        make_step(spec, [(1, 400), (70, 20), (3, 30)], padded_rows=1, heads_outermost=outermost)
+        for outermost in (False, True)
+    ]
+    for layer in range(2):
+        assert torch.equal(run(steps[0], layer), run(steps[1], layer))
+    for one, other in zip(*(step.cache.keys + step.cache.values for step in steps), strict=True):
+        assert one.stride() != other.stride()
+        assert torch.equal(one.nan_to_num(7), other.nan_to_num(7))
 
 
 def test_strides_of_any_kind_are_read_right(make_spec: MakeSpec, make_step: MakeStep) -> None:

@@ -17,6 +17,7 @@ from attention.native_plan import CapturableNativePlan
 
 MakeSpec = Callable[..., AttentionSpec]
 MakeStep = Callable[..., Any]
+HEADS_OUTERMOST = NativeBackend.heads_outermost
 
 try:
     load_library(usable_levels()[0])

@@ -19,6 +19,7 @@ from attention.native_build import (
 
 MakeSpec = Callable[..., AttentionSpec]
 MakeStep = Callable[..., Any]
+HEADS_OUTERMOST = NativeBackend.heads_outermost
 
 LEVELS = usable_levels()
 # Around whole vectors of 4 to 16 keys, and around the 64 keys of a tile.
@@ -59,7 +60,7 @@ def test_any_number_of_rows_and_keys_equals_the_reference(
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_more_heads_than_are_weighed_at_once_equal_the_reference(
+def test_many_heads_of_one_item_equal_the_reference(
     make_spec: MakeSpec, make_step: MakeStep, level: str, dtype: torch.dtype
 ) -> None:
     spec = make_spec(num_heads=38, num_kv_heads=19, head_dim=64, dtype=dtype)

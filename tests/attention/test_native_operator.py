@@ -24,6 +24,7 @@ except NativeBuildError as error:
 
 MakeSpec = Callable[..., AttentionSpec]
 MakeStep = Callable[..., Any]
+HEADS_OUTERMOST = NativeBackend.heads_outermost
 
 
 def operator_args(step: Any, layer: int = 0) -> tuple[Any, ...]:

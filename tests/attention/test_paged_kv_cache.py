@@ -8,18 +8,20 @@ import torch
 from attention import AttentionSpec, PagedKVCache, write_kv
 
 
+@pytest.mark.parametrize("heads_outermost", [False, True])
 def test_cache_is_one_zeroed_allocation_seen_through_views_of_each_layer(
-    make_spec: Callable[..., AttentionSpec],
+    make_spec: Callable[..., AttentionSpec], heads_outermost: bool
 ) -> None:
     spec = make_spec(windows=(None,) * 3, dtype=torch.bfloat16)
-    cache = PagedKVCache.allocate(spec, 5)
+    cache = PagedKVCache.allocate(spec, 5, heads_outermost=heads_outermost)
     views = [*cache.keys, *cache.values]
     assert cache.num_blocks == 5
     assert len(cache.keys) == len(cache.values) == 3
     for view in views:
         assert view.shape == (5, 16, 2, 16)
         assert view.dtype == torch.bfloat16
-        assert view.is_contiguous()
+        in_memory = view.movedim(2, 0) if heads_outermost else view
+        assert in_memory.is_contiguous()
         assert not view.any()
     assert len({view.untyped_storage().data_ptr() for view in views}) == 1
     for number, view in enumerate(views):
@@ -28,16 +30,13 @@ def test_cache_is_one_zeroed_allocation_seen_through_views_of_each_layer(
         assert bool((view == number + 1).all())
 
 
-def test_bytes_per_block_is_what_a_block_adds_to_the_allocation(
+def test_bytes_per_block_is_what_a_block_takes_in_all_views(
     make_spec: Callable[..., AttentionSpec],
 ) -> None:
     spec = make_spec(windows=(None,) * 3, dtype=torch.float32, block_size=4)
-    sizes = [
-        PagedKVCache.allocate(spec, num_blocks).keys[0].untyped_storage().nbytes()
-        for num_blocks in (6, 7)
-    ]
-    assert sizes[1] - sizes[0] == PagedKVCache.bytes_per_block(spec)
-    assert sizes[0] == 6 * PagedKVCache.bytes_per_block(spec)
+    cache = PagedKVCache.allocate(spec, 6)
+    views = (*cache.keys, *cache.values)
+    assert sum(view.nbytes for view in views) == 6 * PagedKVCache.bytes_per_block(spec)
 
 
 def test_cache_without_a_usable_block_is_refused(make_spec: Callable[..., AttentionSpec]) -> None:
@@ -68,11 +67,13 @@ def test_padded_rows_may_share_slots_of_the_null_block() -> None:
     assert not keys[2].any()
 
 
+@pytest.mark.parametrize("heads_outermost", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_copied_blocks_are_equal_in_every_layer_and_nothing_else_changes(
-    make_spec: Callable[..., AttentionSpec], dtype: torch.dtype
+    make_spec: Callable[..., AttentionSpec], dtype: torch.dtype, heads_outermost: bool
 ) -> None:
-    cache = PagedKVCache.allocate(make_spec(windows=(None,) * 3, dtype=dtype), 8)
+    spec = make_spec(windows=(None,) * 3, dtype=dtype)
+    cache = PagedKVCache.allocate(spec, 8, heads_outermost=heads_outermost)
     for view in (*cache.keys, *cache.values):
         view.copy_(torch.randn(view.shape))
     before = [view.clone() for view in (*cache.keys, *cache.values)]

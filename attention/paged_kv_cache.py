@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -94,8 +95,9 @@ def _zeros(spec: AttentionSpec, shape: tuple[int, ...]) -> torch.Tensor:
     if spec.device.type != "cpu":
         return torch.zeros(shape, dtype=spec.dtype, device=spec.device)
     memory = empty_in_huge_pages(math.prod(shape) * spec.dtype.itemsize)
-    # It is zero, but written now, so that memory that runs out does so here and not in a step.
-    return memory.view(spec.dtype).view(shape).zero_()
+    # Pages exist once they are written: memory that runs out does so here, not in a step.
+    memory[:: mmap.PAGESIZE] = 0
+    return memory.view(spec.dtype).view(shape)
 
 
 def write_kv(

@@ -87,7 +87,7 @@ private:
         if (!is_alone) return {};
         const auto* next = reinterpret_cast<const char*>(panels.words + num_panels * panels.stride);
         const int64_t num_bytes = num_panels * panels.stride * sizeof(uint32_t);
-        return {next, has_next_panels ? next + num_bytes : next, true};
+        return {next, has_next_panels ? next + num_bytes : next, true, panels.stride / kPanel};
     }
 
     void multiply_words(

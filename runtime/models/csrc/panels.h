@@ -102,9 +102,18 @@ constexpr int kTileRows = panels == 1 ? 4 : 1;
 // What a tile brings into the cache beside its work.
 enum class Fetch { kNothing, kOwnPanels, kNextPanels };
 
+constexpr int64_t kLineBytes = 64;
+
 struct Upcoming {
     const char *next = nullptr, *end = nullptr;  // the next panels
     bool own = false;  // whether the first tile's own panels come from memory too
+    int64_t tile_steps = 0;
+    int64_t pace = 2 * kLineBytes;  // to fetch of the next panels beside a step
+
+    // Fetches them beside so many tiles as evenly as it goes.
+    void spread(int num_tiles) {
+        if (end - next <= kLineBytes * tile_steps * num_tiles) pace = kLineBytes;
+    }
 
     Fetch fetch() const {
         if (next < end) return Fetch::kNextPanels;
@@ -115,7 +124,11 @@ struct Upcoming {
     template <Fetch fetch, int P>
     void step(const uint32_t* words, int64_t stride) {
         if constexpr (fetch == Fetch::kNextPanels) {
-            for (int line = 0; line < 2; ++line, next += 64) __builtin_prefetch(next, 0, 2);
+            // At the slower pace the second line is the next step's first. Into L1, since fetches
+            // into L2 alone are dropped where many are under way.
+            __builtin_prefetch(next, 0, 3);
+            __builtin_prefetch(next + kLineBytes, 0, 3);
+            next += pace;
         }
         // The processor does so by itself, but only to the end of a page of 4 KB, and few rows'
         // products get to the next one before its memory does.
@@ -205,6 +218,7 @@ inline void for_tiles(int num_rows, int most_rows, Upcoming upcoming, const Tile
     Upcoming first;
     first.own = std::exchange(upcoming.own, false);
     int num_tiles = (num_rows + most_rows - 1) / most_rows;
+    upcoming.spread(num_tiles - 1);
     for (int row = 0; num_tiles > 0; --num_tiles) {
         const int rows = (num_rows - row + num_tiles - 1) / num_tiles;
         tile(row, rows, row == 0 ? first : upcoming);

@@ -51,24 +51,22 @@ public:
         totals_ = scratch.take<float>(rows * kLanes);
     }
 
-    // Returns false if the block table names a block that is outside the cache: bad_block().
-    bool run() {
-        const int first_count = block_length(item_.first_key);
-        if (!locate(item_.first_key, first_count)) return false;
+    // Returns false if the block table names a block that is outside the cache: bad_block(). What
+    // next_item() returns, null or an item, is likely to be run by this thread after this one.
+    template <class NextItem>
+    bool run(const NextItem& next_item) {
+        const int first_count = block_length(item_, item_.first_key);
+        if (!locate(item_, item_.first_key, first_count)) return false;
         rows_ahead(item_.first_head, first_count, 1).advance(1);
         for (head_ = item_.first_head; head_ < item_.last_head; ++head_) {
             load_query();
             clear();
             for (int key = item_.first_key; key < item_.last_key;) {
-                const int count = block_length(key);
+                const int count = block_length(item_, key);
                 std::swap(offsets_, next_offsets_);
-                // The head's next keys, or the next head's first ones.
-                const bool is_last = key + count == item_.last_key;
-                const int next_head = head_ + is_last;
-                const int next_key = is_last ? item_.first_key : key + count;
-                const int next_count = next_head < item_.last_head ? block_length(next_key) : 0;
-                if (!locate(next_key, next_count)) return false;
-                attend(key, count, next_head, next_count);
+                const Range next = next_range(key + count, next_item);
+                if (next.count < 0) return false;
+                attend(key, count, next);
                 key += count;
             }
             if (item_.partial >= 0) {
@@ -106,14 +104,14 @@ private:
         std::fill_n(largest_, round_up(num_rows_, kLanes), kNone);
     }
 
-    int block_length(int first_key) const {
-        const int rest = item_.last_key - first_key;
+    static int block_length(const Item& item, int first_key) {
+        const int rest = item.last_key - first_key;
         return rest < kBlockKeys ? rest : kBlockKeys;
     }
 
     // Offsets of the next keys' elements in the pages, without the head's.
-    bool locate(int first_key, int count) {
-        const int32_t* table = call_.block_tables + item_.sequence * call_.table_stride;
+    bool locate(const Item& item, int first_key, int count) {
+        const int32_t* table = call_.block_tables + item.sequence * call_.table_stride;
         const int block_size = 1 << call_.block_shift;
         for (int i = 0; i < count;) {
             const int position = first_key + i, within = position & (block_size - 1);
@@ -132,12 +130,38 @@ private:
         return true;
     }
 
-    void attend(int first_key, int count, int next_head, int next_count) {
+    // Keys of a head whose offsets are next_offsets_. Less than none: a block is bad.
+    struct Range {
+        int head, count;
+    };
+
+    // What comes after the head's keys before `key`: its further ones, the next head's first ones,
+    // or those of the next item.
+    template <class NextItem>
+    Range next_range(int key, const NextItem& next_item) {
+        const Item* item = &item_;
+        int head = head_;
+        if (key == item->last_key) {
+            key = item->first_key;
+            ++head;
+        }
+        if (head == item->last_head) {
+            item = next_item();
+            if (!item) return {0, 0};
+            key = item->first_key;
+            head = item->first_head;
+        }
+        const int count = block_length(*item, key);
+        if (locate(*item, key, count)) return {head, count};
+        return {0, item == &item_ ? -1 : 0};
+    }
+
+    void attend(int first_key, int count, const Range& next) {
         const int num_words = (count + Element::kPerWord - 1) / Element::kPerWord;
         // Larger products take so long that what is fetched beside packing suffices.
         const bool products_fetch = !few_ && num_rows_ <= kProductRows;
         const int units = 2 * count + (products_fetch ? depth_ + num_words : 0);
-        Ahead ahead = rows_ahead(next_head, next_count, units);
+        Ahead ahead = rows_ahead(next.head, next.count, units);
         if (few_) {
             score_few(count, ahead);
             weigh(first_key, count);

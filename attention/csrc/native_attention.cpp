@@ -72,9 +72,14 @@ void work(Step& step, Worker& worker) {
     // All are written, since rows may be read by any sequence: equal prompts share blocks.
     if (step.status != kDone) return;
     static thread_local Scratch scratch;
-    worker.take_turns(step.header[0], [&](int task) {
+    const int num_items = step.header[0];
+    worker.take_turns(num_items, [&](int task) {
         Attention<Element> attention(call, step.items[task], scratch, step.partials);
-        if (!attention.run()) step.fail(kBadBlock, attention.bad_block());
+        const auto next_item = [&]() -> const Item* {
+            const int next = worker.next_turn();
+            return next < num_items ? &step.items[next] : nullptr;
+        };
+        if (!attention.run(next_item)) step.fail(kBadBlock, attention.bad_block());
     });
     if (step.status != kDone || step.header[1] == 0) return;
     worker.share(step.header[1], [&](int task) {

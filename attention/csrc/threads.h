@@ -69,6 +69,11 @@ public:
         run(num_tasks, 1, task);
     }
 
+    // Within such a phase: the task that is next, if there is one. Another thread may take it.
+    int next_turn() const {
+        return static_cast<int>(team_.shares_[0].next.load(std::memory_order_relaxed));
+    }
+
 private:
     static constexpr int kSpins = 1000;
 

@@ -46,7 +46,7 @@ struct Grid {
 // One task of a grid.
 struct Block {
     int first_row, num_rows, first_panel, num_panels;
-    bool is_alone, has_next_panels;  // the only one with its panels; there are further ones
+    bool is_alone, is_last, has_next_panels;  // of those with its panels; there are further ones
 
     Block(const Grid& grid, int task)
         : first_row(task % grid.num_blocks() * grid.rows),
@@ -54,6 +54,7 @@ struct Block {
           first_panel(task / grid.num_blocks() * grid.panels),
           num_panels(std::min(grid.panels, grid.num_panels - first_panel)),
           is_alone(grid.num_blocks() == 1),
+          is_last(first_row + num_rows == grid.num_rows),
           has_next_panels(first_panel + num_panels < grid.num_panels) {}
 
     // A block's product with the weight's panels from so many after first_panel on.
@@ -82,12 +83,12 @@ private:
         multiply_fixed<1>(num_rows, rows, panels, sums.values, next);
     }
 
-    // These panels and those of the next task, if each is read by one task alone.
+    // The next panels, if no further task reads these, and these if no task before did.
     Upcoming upcoming(const Panels& panels) const {
-        if (!is_alone) return {};
+        if (!is_last) return {};
         const auto* next = reinterpret_cast<const char*>(panels.words + num_panels * panels.stride);
         const int64_t num_bytes = num_panels * panels.stride * sizeof(uint32_t);
-        return {next, has_next_panels ? next + num_bytes : next, true, panels.stride / kPanel};
+        return {next, has_next_panels ? next + num_bytes : next, is_alone, panels.stride / kPanel};
     }
 
     void multiply_words(

@@ -32,11 +32,18 @@ struct Product {
     int64_t num_rows;
     int num_threads;
 
-    // The value of a vector of outputs, not yet rounded.
-    Floats value(const float* sums, int64_t output, int lanes) const {
-        Floats sum = load<Floats>(sums);
-        if (weight.scales) sum *= load<Floats>(weight.scales + output);
-        return bias ? sum + load_bfloats(bias + output, lanes) : sum;
+    // Calls function with what makes a vector of outputs, not yet rounded, of their sums. Mostly
+    // it just loads them, and should not ask for each whether there is more to do.
+    template <class Function>
+    void with_values(const Function& function) const {
+        if (!weight.scales && !bias) {
+            return function([](const float* sums, int64_t, int) { return load<Floats>(sums); });
+        }
+        function([this](const float* sums, int64_t output, int lanes) {
+            Floats sum = load<Floats>(sums);
+            if (weight.scales) sum *= load<Floats>(weight.scales + output);
+            return bias ? sum + load_bfloats(bias + output, lanes) : sum;
+        });
     }
 };
 
@@ -86,12 +93,14 @@ void multiply(Worker& worker, const Product& product, const Use& use) {
         const int64_t output = int64_t{block.first_panel} * kPanel;
         const int64_t count =
             std::min<int64_t>(block.num_panels * kPanel, product.weight.outputs - output);
-        for (int row = 0; row < block.num_rows; ++row) {
-            for_vectors(count, [&](int64_t i, int lanes) {
-                const Floats value = product.value(sums.row(row) + i, output + i, lanes);
-                use(block.first_row + row, output + i, value, lanes);
-            });
-        }
+        product.with_values([&](const auto& value) {
+            for (int row = 0; row < block.num_rows; ++row) {
+                for_vectors(count, [&](int64_t i, int lanes) {
+                    const Floats result = value(sums.row(row) + i, output + i, lanes);
+                    use(block.first_row + row, output + i, result, lanes);
+                });
+            }
+        });
     });
 }
 

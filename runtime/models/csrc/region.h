@@ -147,15 +147,16 @@ private:
             block.multiply(product.x, product.weight, 0, gates);
             block.multiply(product.x, product.weight, panels, ups);
             const int64_t output = int64_t{block.first_panel} * kPanel;
-            for (int row = 0; row < block.num_rows; ++row) {
-                uint16_t* target = activated_ + (block.first_row + row) * call_.inner + output;
-                for_vectors(block.num_panels * kPanel, [&](int64_t i, int lanes) {
-                    const Floats gate = product.value(gates.row(row) + i, output + i, lanes);
-                    const Floats up =
-                        product.value(ups.row(row) + i, call_.inner + output + i, lanes);
-                    store_bfloats(target + i, rounded(silu(rounded(gate))) * rounded(up));
-                });
-            }
+            product.with_values([&](const auto& value) {
+                for (int row = 0; row < block.num_rows; ++row) {
+                    uint16_t* target = activated_ + (block.first_row + row) * call_.inner + output;
+                    for_vectors(block.num_panels * kPanel, [&](int64_t i, int lanes) {
+                        const Floats gate = value(gates.row(row) + i, output + i, lanes);
+                        const Floats up = value(ups.row(row) + i, call_.inner + output + i, lanes);
+                        store_bfloats(target + i, rounded(silu(rounded(gate))) * rounded(up));
+                    });
+                }
+            });
         });
     }
 

@@ -30,7 +30,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from attention import AttentionMetadata, AttentionSpec, PagedKVCache, select_backend
+from attention import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionSpec,
+    PagedKVCache,
+    select_backend,
+)
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 9, 3, 64
 BLOCK_SIZE = 16
@@ -86,9 +92,10 @@ def make_metadata(
     )
 
 
-def paged(name: str, metadata: AttentionMetadata, cache: PagedKVCache) -> Callable[[], None]:
+def paged(
+    backend: AttentionBackend, metadata: AttentionMetadata, cache: PagedKVCache
+) -> Callable[[], None]:
     """One step of a backend over all layers, planned beforehand."""
-    backend = select_backend(name, make_spec())
     plan = backend.plan(metadata)
     heads = [NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS]
     rows = torch.randn(metadata.num_tokens, sum(heads), HEAD_DIM).to(DTYPE)
@@ -145,9 +152,6 @@ def main() -> None:
     torch.manual_seed(0)
     decode = make_metadata(1, CONTEXT, BATCH, args.shuffled)
     prefill = make_metadata(CHUNK, CONTEXT + CHUNK, 1, args.shuffled)
-    cache = PagedKVCache.allocate(make_spec(), 1 + decode.block_tables.numel())
-    for tensor in (*cache.keys, *cache.values):
-        tensor.normal_()
     large = torch.zeros(READ_BYTES // 4)
     factor = torch.randn(PRODUCT_SIZE, PRODUCT_SIZE).to(DTYPE)
     functions: dict[str, Callable[[], object]] = {
@@ -155,8 +159,12 @@ def main() -> None:
         "product": lambda: factor @ factor,
     }
     for name in ("native", "torch"):
-        functions[f"decode {name}"] = paged(name, decode, cache)
-        functions[f"prefill {name}"] = paged(name, prefill, cache)
+        backend = select_backend(name, make_spec())
+        cache = backend.allocate_cache(1 + decode.block_tables.numel())
+        for tensor in (*cache.keys, *cache.values):
+            tensor.normal_()
+        functions[f"decode {name}"] = paged(backend, decode, cache)
+        functions[f"prefill {name}"] = paged(backend, prefill, cache)
     functions["decode sdpa"] = contiguous(1, CONTEXT, BATCH)
     functions["prefill sdpa"] = contiguous(CHUNK, CONTEXT + CHUNK, 1)
     clock = time.process_time if args.threads == 1 else time.perf_counter

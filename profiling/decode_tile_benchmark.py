@@ -14,7 +14,7 @@ import time
 import torch
 from attention_benchmark import make_metadata
 
-from attention import AttentionSpec, PagedKVCache
+from attention import AttentionSpec
 from attention.native_backend import NativeBackend
 
 NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 3, 64, 16
@@ -36,7 +36,7 @@ def least_times(group: int) -> dict[int, float]:
         scale=HEAD_DIM**-0.5,
     )
     backend = NativeBackend(spec)
-    cache = PagedKVCache.allocate(spec, 1 + max(CONTEXTS) // BLOCK_SIZE)
+    cache = backend.allocate_cache(1 + max(CONTEXTS) // BLOCK_SIZE)
     for tensor in (*cache.keys, *cache.values):
         tensor.normal_()
     plans = {n: backend.plan(make_metadata(1, n, 1, shuffled=False)) for n in CONTEXTS}

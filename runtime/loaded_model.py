@@ -53,8 +53,9 @@ class LoadedModel:
         self._layers = self._compile_layers(config)
         self.forward = self._choose_forward(refusal)
         """The decoder's forward, over compiled, native or plain regions."""
-        # Loading left copies of weights, and the KV pool comes next. It also left Python's collector
-        # a full run to do, 0.15 seconds with transformers loaded, which no request should wait for.
+        # Loading left copies of weights, and the KV pool comes next. It also left Python's
+        # collector a full run to do, 0.15 seconds with transformers loaded, which no request
+        # should wait for.
         give_back_free_memory(config.device)
 
     @property

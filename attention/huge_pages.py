@@ -20,16 +20,20 @@ HUGE_PAGE_BYTES = 2 << 20
 
 
 def empty_in_huge_pages(num_bytes: int) -> torch.Tensor:
-    """Memory [num_bytes] uint8 that begins at a huge page, zero until it is written."""
+    """Memory [num_bytes] uint8 that begins at a huge page, zero until it is written.
+
+    So does its storage: Inductor takes the storage offsets of one cache for those of all.
+    """
     mapping = mmap.mmap(
         -1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     )
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages: ordinary ones serve
             mapping.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(mapping, dtype=torch.uint8)  # keeps the mapping
-    start = -whole.data_ptr() % HUGE_PAGE_BYTES
-    return whole[start : start + num_bytes]
+    address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
+    start = -address % HUGE_PAGE_BYTES
+    # The tensor keeps the mapping.
+    return torch.frombuffer(mapping, dtype=torch.uint8, offset=start, count=num_bytes)
 
 
 def give_back_pages(memory: torch.Tensor) -> None:

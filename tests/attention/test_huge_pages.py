@@ -24,6 +24,7 @@ def test_memory_is_aligned_zero_and_writable(num_bytes: int) -> None:
     memory = empty_in_huge_pages(num_bytes)
     assert memory.shape == (num_bytes,)
     assert memory.data_ptr() % HUGE_PAGE_BYTES == 0
+    assert memory.untyped_storage().data_ptr() == memory.data_ptr()
     assert not memory.any()
     memory.fill_(7)
     assert bool((memory == 7).all())

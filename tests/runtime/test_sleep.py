@@ -170,10 +170,10 @@ def test_sleep_can_become_deeper_but_not_lighter(checkpoint):
 def test_waking_up_can_fail_and_be_tried_again(checkpoint, monkeypatch, level):
     allocate = PagedKVCache.allocate
 
-    def failing(spec, num_blocks):
+    def failing(spec, num_blocks, **layout):
         if num_blocks > 2:
             raise MemoryError("no room")
-        return allocate(spec, num_blocks)
+        return allocate(spec, num_blocks, **layout)
 
     with make(checkpoint("llama"), graph_mode="full_and_piecewise") as llm:
         before, runner = generate(llm), llm.engine._runner

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import logging
 from typing import Any
 
@@ -13,7 +14,7 @@ from graphs import ForwardModel
 
 from .compiled_layers import CompiledLayers, compile_layers
 from .errors import ConfigError
-from .kv_memory import give_back_free_memory
+from .kv_memory import trim_host_memory
 from .models import (
     DecoderConfig,
     DecoderWeights,
@@ -53,10 +54,11 @@ class LoadedModel:
         self._layers = self._compile_layers(config)
         self.forward = self._choose_forward(refusal)
         """The decoder's forward, over compiled, native or plain regions."""
-        # Loading left copies of weights, and the KV pool comes next. It also left Python's
-        # collector a full run to do, 0.15 seconds with transformers loaded, which no request
-        # should wait for.
-        give_back_free_memory(config.device)
+        if gc.get_count()[2] > gc.get_threshold()[2] // 2:
+            # Python is soon to look through all objects, 0.15 seconds with transformers loaded.
+            # Better now than while requests wait.
+            gc.collect()
+        trim_host_memory()  # loading left copies of weights, and the KV pool comes next
 
     @property
     def compilation(self) -> dict[str, Any]:

@@ -162,7 +162,7 @@ def _decode_items(spec: AttentionSpec, metadata: AttentionMetadata, window: int 
 
 
 def _tile(spec: AttentionSpec, metadata: AttentionMetadata, window: int | None) -> IntArray:
-    """Items with all of their keys. Decoding rows take all heads, so K/V is read in order."""
+    """Items with all of their keys. A decoding row takes all heads: for one it has little to do."""
     bounds = metadata.cu_seqlens_q_cpu.astype(np.int64)
     num_rows = np.diff(bounds)
     contexts = metadata.context_lens_cpu.astype(np.int64)

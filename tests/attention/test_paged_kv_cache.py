@@ -30,13 +30,16 @@ def test_cache_is_one_zeroed_allocation_seen_through_views_of_each_layer(
         assert bool((view == number + 1).all())
 
 
-def test_bytes_per_block_is_what_a_block_takes_in_all_views(
+def test_bytes_per_block_is_what_a_block_adds_to_the_allocation(
     make_spec: Callable[..., AttentionSpec],
 ) -> None:
     spec = make_spec(windows=(None,) * 3, dtype=torch.float32, block_size=4)
-    cache = PagedKVCache.allocate(spec, 6)
-    views = (*cache.keys, *cache.values)
-    assert sum(view.nbytes for view in views) == 6 * PagedKVCache.bytes_per_block(spec)
+    sizes = [
+        PagedKVCache.allocate(spec, num_blocks).keys[0].untyped_storage().nbytes()
+        for num_blocks in (6, 7)
+    ]
+    assert sizes[1] - sizes[0] == PagedKVCache.bytes_per_block(spec)
+    assert sizes[0] == 6 * PagedKVCache.bytes_per_block(spec)
 
 
 def test_cache_without_a_usable_block_is_refused(make_spec: Callable[..., AttentionSpec]) -> None:

@@ -8,6 +8,7 @@ namespace stepgraph {
 
 // Rows of pages to fetch ahead of their use, evenly over the work until then. Pages lie scattered,
 // so the hardware can't foresee where a sequence goes on; and a burst would only wait for itself.
+// Into L1, since fetches into L2 alone are dropped where many are under way.
 struct Ahead {
     const char *keys, *values;
     const int64_t *next, *last;  // offsets of rows in elements

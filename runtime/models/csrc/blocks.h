@@ -46,14 +46,13 @@ struct Grid {
 // One task of a grid.
 struct Block {
     int first_row, num_rows, first_panel, num_panels;
-    bool is_alone, is_last, has_next_panels;  // of those with its panels; there are further ones
+    bool is_last, has_next_panels;  // of those with its panels; there are further ones
 
     Block(const Grid& grid, int task)
         : first_row(task % grid.num_blocks() * grid.rows),
           num_rows(std::min(grid.rows, grid.num_rows - first_row)),
           first_panel(task / grid.num_blocks() * grid.panels),
           num_panels(std::min(grid.panels, grid.num_panels - first_panel)),
-          is_alone(grid.num_blocks() == 1),
           is_last(first_row + num_rows == grid.num_rows),
           has_next_panels(first_panel + num_panels < grid.num_panels) {}
 
@@ -88,7 +87,8 @@ private:
         if (!is_last) return {};
         const auto* next = reinterpret_cast<const char*>(panels.words + num_panels * panels.stride);
         const int64_t num_bytes = num_panels * panels.stride * sizeof(uint32_t);
-        return {next, has_next_panels ? next + num_bytes : next, is_alone, panels.stride / kPanel};
+        const bool is_first = first_row == 0;
+        return {next, has_next_panels ? next + num_bytes : next, is_first, panels.stride / kPanel};
     }
 
     void multiply_words(
